@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Run transfer plans over torch.distributed, or within one process.
+
+``execute_transfer`` moves one parameter and ``execute_transfers`` a batch; ``apply_plan`` needs no group;
+``join_transfer_group`` joins processes of several jobs for it.
+"""
+
+from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
+from deepspeed.checkpoint.affine_transfer_executor.digest import plan_digest
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_executor.execute import apply_plan, execute_transfer, execute_transfers
+from deepspeed.checkpoint.affine_transfer_executor.group import TransferGroup, join_transfer_group
+from deepspeed.checkpoint.affine_transfer_executor.requests import StagingBudget, TransferRequest, TransferStats
+
+__all__ = [
+    'AffineTransferExecutionError', 'StagingBudget', 'TransferEndpoints', 'TransferGroup', 'TransferRequest',
+    'TransferStats', 'apply_plan', 'execute_transfer', 'execute_transfers', 'join_transfer_group', 'plan_digest'
+]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""All processes agree on what is about to happen, or all of them refuse it with the same words."""
+
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from deepspeed.checkpoint.affine_transfer_executor.channel import Channel, WaitFailed
+from deepspeed.checkpoint.affine_transfer_executor.digest import PROTOCOL_VERSION
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_executor.prepare import TERMS
+
+# The size of a row never changes, in any version: a gloo receive of another size aborts the process.
+ROW = 32
+VERSION, REFUSED, FIRST_TERM = 0, 1, 2
+REASON_BYTES = 1024
+NAMED = 4
+
+
+def agree(channel: Channel, terms: Optional[Dict[str, bytes]], reason: str, timeout: float) -> None:
+    """Exchange what this batch is made from; nothing has moved yet, and nothing will unless all agree.
+
+    Args:
+        channel: the group.
+        terms: name of what must agree -> 16 bytes, or None where this process cannot run the batch.
+        reason: then, why it cannot.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        AffineTransferExecutionError: on every process, if any refuses or differs; or on those that came, if
+            some do not come in time.
+    """
+    _refuse_broken(channel)
+    channel.board.arrive()
+    try:
+        rows = channel.gather(_row(terms), timeout)
+        refused = [rank for rank, row in enumerate(rows) if row[REFUSED]]
+        # Reasons are long and rare: a second exchange, in which all take part as all know of it.
+        texts = channel.gather(_encoded(reason), timeout) if refused else []
+    except WaitFailed as failure:
+        _nobody_came(channel, failure, timeout)
+    if refused:
+        raise AffineTransferExecutionError('the transfer was refused before it began and no target has changed: ' +
+                                           '; '.join(_refusals(refused, texts)))
+    differences = _differences(rows)
+    if differences:
+        raise AffineTransferExecutionError('processes do not have the same transfer schedule, so the transfer was '
+                                           'refused before it began and no target has changed: ' +
+                                           '; '.join(differences))
+
+
+def _row(terms: Optional[Dict[str, bytes]]) -> torch.Tensor:
+    row = torch.zeros(ROW, dtype=torch.int64)
+    row[VERSION] = PROTOCOL_VERSION
+    row[REFUSED] = terms is None
+    for index, name in enumerate(TERMS if terms is not None else ()):
+        halves = (terms[name][:8], terms[name][8:])
+        place = FIRST_TERM + 2 * index
+        row[place:place + 2] = torch.tensor([int.from_bytes(half, 'little', signed=True) for half in halves])
+    return row
+
+
+def _encoded(reason: str) -> torch.Tensor:
+    data = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b'\0')
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def _refusals(refused: Sequence[int], texts: Sequence[torch.Tensor]) -> List[str]:
+    lines = []
+    for rank in refused[:NAMED]:
+        reason = bytes(texts[rank].tolist()).rstrip(b'\0').decode(errors='ignore')
+        lines.append(f'process {rank} rejected the transfer batch: {reason}')
+    if len(refused) > NAMED:
+        lines.append(f'{len(refused) - NAMED} more processes rejected it too')
+    return lines
+
+
+def _differences(rows: Sequence[torch.Tensor]) -> List[str]:
+    lines = _camps('versions of this library\'s protocol', [(int(row[VERSION]), ) for row in rows])
+    for index, name in enumerate(TERMS):
+        place = FIRST_TERM + 2 * index
+        lines += _camps(name, [tuple(row[place:place + 2].tolist()) for row in rows])
+    return lines
+
+
+def _camps(name: str, values: Sequence[Tuple[int, ...]]) -> List[str]:
+    camps: Dict[Tuple[int, ...], List[int]] = {}
+    for rank, value in enumerate(values):
+        camps.setdefault(value, []).append(rank)
+    if len(camps) == 1:
+        return []
+    shown = [named(ranks) for ranks in sorted(camps.values(), key=lambda ranks: (-len(ranks), ranks))]
+    return [f'their {name} differ ({" against ".join(shown[:NAMED])})']
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """Processes for a message, by number alone: ``1, 2``."""
+    return ', '.join(str(rank) for rank in ranks[:8]) + (', ...' if len(ranks) > 8 else '')
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Processes for a message: ``process 1``, or ``processes 1, 2``."""
+    return f'process {numbers(ranks)}' if len(ranks) == 1 else f'processes {numbers(ranks)}'
+
+
+def _refuse_broken(channel: Channel) -> None:
+    broken = channel.board.broken()
+    if broken is not None:
+        raise AffineTransferExecutionError('this group cannot be used any more, so the transfer was refused before it '
+                                           f'began: {broken}. Join a new group')
+
+
+def _nobody_came(channel: Channel, failure: WaitFailed, timeout: float) -> None:
+    missing = channel.board.missing(channel.size)
+    if missing:
+        what = f'waited {timeout:g} seconds for {named(missing)} to begin the transfer, in vain'
+    else:
+        what = f'could not exchange the transfer schedule with {named(failure.pending.peers)}'
+    report = f'process {channel.rank} {what} ({failure})'
+    raise channel.leave('the transfer broke before it began and no target has changed', report) from failure

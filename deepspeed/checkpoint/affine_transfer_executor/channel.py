@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Raw bytes between the processes of a group, over any kind of group that torch has."""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, List, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, _get_process_group_store
+
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
+
+# Backends that move accelerator memory; every other one is handed CPU memory.
+DEVICES = {'nccl': 'cuda', 'xccl': 'xpu', 'hccl': 'npu'}
+DATA_TAG = 0
+# Nobody ever sends with this tag.
+SILENT_TAG = 1
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A posted operation: what it does, as a message would say it, with whom, and torch's handle."""
+    action: str
+    peers: Tuple[int, ...]
+    work: Any
+
+
+class WaitFailed(Exception):
+    """A posted operation that broke or came to nothing in time."""
+
+    def __init__(self, pending: Pending, cause: str):
+        super().__init__(cause)
+        self.pending = pending
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One group as seen from this process.
+
+    Args:
+        backend: a torch.distributed Backend, whose ranks are the group's.
+        rank: this process; size: processes in the group.
+        device: where messages must lie.
+        board: the group's notes.
+    """
+    backend: Any
+    rank: int
+    size: int
+    device: torch.device
+    board: NoticeBoard
+
+    @classmethod
+    def of(cls, group) -> 'Channel':
+        """The channel of a ProcessGroup, a Backend, a TransferGroup, or (None) the default group.
+
+        Raises:
+            AffineTransferExecutionError: there is no such group, or this process is not in it.
+        """
+        if group is None:
+            if not dist.is_initialized():
+                raise AffineTransferExecutionError('no group was given and torch.distributed is not initialised; '
+                                                   'give a group, see join_transfer_group, or use apply_plan')
+            group = dist.group.WORLD
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise AffineTransferExecutionError('this process is not in the group that it was given')
+        store = getattr(group, 'notice_store', None)
+        if isinstance(group, dist.ProcessGroup):
+            store = _store_of(group)
+            backend = _backend_of(group)
+        else:
+            backend = getattr(group, 'backend', group)
+        board = NoticeBoard(store, backend.rank())
+        return cls(backend, backend.rank(), backend.size(), _message_device(backend), board)
+
+    def gather(self, row: torch.Tensor, timeout: float) -> List[torch.Tensor]:
+        """Everybody's row, by process. All rows must have the same dtype and size.
+
+        Raises:
+            WaitFailed: not everybody came within ``timeout`` seconds, or a connection is broken.
+        """
+        row = row.to(self.device)
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout)
+        everyone = tuple(rank for rank in range(self.size) if rank != self.rank)
+        pending = Pending('the agreement', everyone, None)
+        try:
+            pending = Pending(pending.action, everyone, self.backend.allgather([rows], [row], options))
+        except RuntimeError as error:
+            raise WaitFailed(pending, str(error)) from error
+        # gloo ends the operation itself when its own timeout is over, so that needs a little longer here.
+        self.wait(pending, time.monotonic() + 1.5 * timeout + 1)
+        return [item.cpu() for item in rows]
+
+    def post(self, receives: Sequence[Tuple[int, torch.Tensor]],
+             sends: Sequence[Tuple[int, torch.Tensor]]) -> List[Pending]:
+        """Start all receives and sends of a round; none of them waits for another.
+
+        Raises:
+            WaitFailed: a connection is already broken.
+        """
+        if self.device.type == 'cpu':
+            calls = [('receive from', peer, self.backend.recv, tensor) for peer, tensor in receives]
+            calls += [('send to', peer, self.backend.send, tensor) for peer, tensor in sends]
+            return [self._start(*call) for call in calls]
+        # On accelerators the operations of a round must be one group, or they would wait for one another.
+        self.backend._start_coalescing()
+        for peer, tensor in receives:
+            self.backend.recv([tensor], peer, DATA_TAG)
+        for peer, tensor in sends:
+            self.backend.send([tensor], peer, DATA_TAG)
+        peers = tuple(sorted({peer for peer, _ in [*receives, *sends]}))
+        return [Pending('exchange with', peers, self.backend._end_coalescing())] if peers else []
+
+    def wait(self, pending: Pending, deadline: float) -> None:
+        """Wait for one operation until ``deadline`` (of ``time.monotonic()``).
+
+        Raises:
+            WaitFailed: it broke, or did not end in time.
+        """
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            if self.device.type == 'cpu':
+                finished = pending.work.wait(timedelta(seconds=left))
+            else:
+                finished = _poll(pending.work, deadline) and pending.work.wait() is not False
+        except RuntimeError as error:
+            raise WaitFailed(pending, str(error)) from error
+        if finished is False:
+            raise WaitFailed(pending, f'nothing came in {left:.1f} seconds')
+
+    def leave(self, what: str, report: str) -> AffineTransferExecutionError:
+        """End the group: note why on the board, hang up, and make the error to raise.
+
+        Args:
+            what: what broke, and what it means for the targets.
+            report: how it broke on this process.
+        """
+        began = self.board.broken()
+        self.board.report(report)
+        self.hang_up()
+        suffix = f'. It began elsewhere: {began}' if began else ''
+        return AffineTransferExecutionError(f'{what}: {report}{suffix}. This group cannot be used any more; join a '
+                                            'new one')
+
+    def hang_up(self) -> None:
+        """Break the connections of this process, so that those who wait for it hear of it now.
+
+        Best effort. gloo closes its connections when a receive times out, and only then.
+        """
+        peer = (self.rank + 1) % self.size
+        try:
+            if self.device.type == 'cpu' and peer != self.rank:
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self.backend.recv([nothing], peer, SILENT_TAG).wait(timedelta(milliseconds=1))
+            elif hasattr(self.backend, 'abort'):
+                self.backend.abort()
+        except RuntimeError:
+            # That is what was wanted, or the connections were broken before.
+            return
+
+    def _start(self, action: str, peer: int, call, tensor: torch.Tensor) -> Pending:
+        try:
+            return Pending(action, (peer, ), call([tensor], peer, DATA_TAG))
+        except RuntimeError as error:
+            raise WaitFailed(Pending(action, (peer, ), None), str(error)) from error
+
+
+def _store_of(group):
+    """A corner of the group's own store for notes, or None for a group that torch does not know."""
+    try:
+        return PrefixStore('affine_transfer', _get_process_group_store(group))
+    except KeyError:
+        return None
+
+
+def _backend_of(group):
+    """The group's backend for accelerator memory where it has one, else the one for CPU memory."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if device.type != 'cpu' and DEVICES.get(backend.name()) == device.type:
+            return backend
+    return group._get_backend(torch.device('cpu'))
+
+
+def _message_device(backend) -> torch.device:
+    kind = DEVICES.get(backend.name(), 'cpu')
+    if kind == 'cpu':
+        return torch.device('cpu')
+    return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def _poll(work, deadline: float) -> bool:
+    """Whether the work ended in time. On accelerators ``wait`` only orders streams and would never return an
+    error, so the host looks itself."""
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0002)
+    return True

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Notes that processes leave for one another in their group's store.
+
+The store is not the way the data goes, so it still answers when a connection is broken: it tells who has
+not come, and where a failure began. All of it is best effort; a transfer is correct without it.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Callable, List, Optional
+
+# A store that does not answer within this many seconds is taken to be gone.
+PATIENCE = 5.0
+BROKEN = 'broken'
+
+
+@dataclass(frozen=True)
+class NoticeBoard:
+    """The notes of one group.
+
+    Args:
+        store: a torch.distributed Store which only this group's notes are in, or None: then nothing is noted.
+        rank: this process in the group.
+    """
+    store: Any
+    rank: int
+
+    def arrive(self) -> None:
+        """Count one more transfer that this process has begun."""
+        self._ask(lambda: self.store.add(f'begun/{self.rank}', 1))
+
+    def missing(self, size: int) -> List[int]:
+        """The processes that have begun fewer transfers than this one."""
+
+        def compare() -> List[int]:
+            begun = [self.store.add(f'begun/{rank}', 0) for rank in range(size)]
+            return [rank for rank in range(size) if begun[rank] < begun[self.rank]]
+
+        return self._ask(compare) or []
+
+    def report(self, text: str) -> None:
+        """Say that the group broke here. The first report stays."""
+        self._ask(lambda: self.store.compare_set(BROKEN, '', text))
+
+    def broken(self) -> Optional[str]:
+        """The first report, or None while nobody has made one."""
+        return self._ask(lambda: self.store.get(BROKEN).decode() if self.store.check([BROKEN]) else None)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """The answer, or None if the store fails or is silent: a stopped server must not stop us too."""
+        if self.store is None:
+            return None
+        answers: List[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except Exception:
+                # The process that keeps the store may be the one that died.
+                answers.append(None)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        return answers[0] if answers else None
