@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The examples of the specification and of the docstrings do what they say."""
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import re
+
+import numpy
+import pytest
+import torch
+
+SPECIFICATION = pathlib.Path(__file__).resolve().parents[3] / "docs" / "affine_ir_spec.md"
+PACKAGES = ("affine_geometry", "affine", "affine_transfer", "affine_transfer_executor", "affine_adapters")
+WITH_EXAMPLES = ("affine_geometry", "affine", "affine_transfer")
+
+
+def module_names(package):
+    name = f"deepspeed.checkpoint.{package}"
+    return [name, *(f"{name}.{found.name}" for found in pkgutil.iter_modules(importlib.import_module(name).__path__))]
+
+
+def public_names():
+    """What an example may use without importing it: torch, numpy and everything that the packages export."""
+    names = {"torch": torch, "numpy": numpy, "np": numpy}
+    for package in PACKAGES:
+        module = importlib.import_module(f"deepspeed.checkpoint.{package}")
+        names.update((name, getattr(module, name)) for name in module.__all__)
+    return names
+
+
+def run_examples(tests):
+    """Run doctests and return how many examples they had; what went wrong is in the assertion's message."""
+    said = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in tests:
+        # The blocks of a document share their names, so nothing is cleared after one of them.
+        runner.run(test, out=said.append, clear_globs=False)
+    result = runner.summarize(verbose=False)
+    assert result.failed == 0, "".join(said)
+    return result.attempted
+
+
+@pytest.mark.parametrize("name", [name for package in PACKAGES for name in module_names(package)])
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    found = doctest.DocTestFinder().find(module, globs={**public_names(), **vars(module)})
+    assert run_examples(found) == sum(len(test.examples) for test in found)
+
+
+@pytest.mark.parametrize("package", WITH_EXAMPLES)
+def test_package_has_docstring_examples(package):
+    modules = [importlib.import_module(name) for name in module_names(package)]
+    examples = [test.examples for module in modules for test in doctest.DocTestFinder().find(module)]
+    assert sum(map(len, examples)) >= 3
+
+
+def specification_blocks():
+    """The python blocks of the specification with the line that each starts on."""
+    text = SPECIFICATION.read_text(encoding="utf-8")
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+        yield text.count("\n", 0, block.start(1)), block[1]
+
+
+def test_specification_examples():
+    """All blocks run in their order in one namespace, as a reader would paste them."""
+    names, parser = {}, doctest.DocTestParser()
+    blocks = [parser.get_doctest(block, names, SPECIFICATION.name, str(SPECIFICATION), line)
+              for line, block in specification_blocks()]  # yapf: disable
+    for block in blocks:
+        # get_doctest copies the names; the blocks are to share them.
+        block.globs = names
+    assert len(blocks) >= 10
+    assert all(block.examples for block in blocks)
+    assert run_examples(blocks) >= 20
