@@ -3,7 +3,7 @@
 # DeepSpeed Team
 """How a parameter lies in shards: pieces, maps, and the layouts that they describe."""
 
-from deepspeed.checkpoint.affine.algebra import concat_affine_maps, narrow, permute, relabel
+from deepspeed.checkpoint.affine.algebra import concat_affine_maps, keep_locations, narrow, permute, relabel
 from deepspeed.checkpoint.affine.columns import PieceColumns
 from deepspeed.checkpoint.affine.composition import compose
 from deepspeed.checkpoint.affine.constructors import (block_gather_map, contiguous_split_map, replicated_map,
@@ -21,6 +21,7 @@ from deepspeed.checkpoint.affine.validation import CoverageError
 __all__ = [
     'AFFINE_MAP_FORMAT_VERSION', 'AffinePiece', 'CoverageError', 'ParamAffineMap', 'PieceColumns',
     'SCALE_POWER_BY_STATE', 'block_gather_map', 'compose', 'concat_affine_maps', 'contiguous_split_map',
-    'dump_affine_maps', 'flat_partition_map', 'load_affine_maps', 'location_ids', 'narrow', 'permute', 'relabel',
-    'replicated_map', 'segmented_map', 'sub_param_map', 'union_affine_maps', 'zero3_partition_map'
+    'dump_affine_maps', 'flat_partition_map', 'keep_locations', 'load_affine_maps', 'location_ids', 'narrow',
+    'permute', 'relabel', 'replicated_map', 'segmented_map', 'sub_param_map', 'union_affine_maps',
+    'zero3_partition_map'
 ]

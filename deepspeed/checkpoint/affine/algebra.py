@@ -9,6 +9,7 @@ Laws, for maps whose pieces are in canonical form::
     relabel(relabel(m, {a: b}), {b: a}) == m
     narrow(narrow(m, dim, a, n), dim, b, k) == narrow(m, dim, a + b, k)
     narrow(concat([m0, m1], dim), dim, 0, m0.logical_shape[dim]) holds what m0 holds
+    union([keep_locations(m, a), keep_locations(m, b)]) has the holders of m where a and b part its locations
 
 ``narrow`` and ``concat`` do not touch shards: after ``narrow`` a shard may hold more than the map describes.
 """
@@ -20,10 +21,10 @@ import numpy as np
 
 from deepspeed.checkpoint.affine.blocks import Blocks, box_shape, parameter_blocks
 from deepspeed.checkpoint.affine.canonical import canonical_map, merge_adjacent
-from deepspeed.checkpoint.affine.checks import axis_index, integer, listed
+from deepspeed.checkpoint.affine.checks import axis_index, integer, listed, mapping
 from deepspeed.checkpoint.affine.columns import int64_column
 from deepspeed.checkpoint.affine.overlay import join_locations
-from deepspeed.checkpoint.affine.param_map import ParamAffineMap
+from deepspeed.checkpoint.affine.param_map import ParamAffineMap, as_map
 from deepspeed.checkpoint.affine.regions import held_regions
 from deepspeed.checkpoint.affine.union import check_parts, naming_part
 
@@ -86,7 +87,7 @@ def narrow(affine_map, dim, start, length):
     >>> [[piece.dest_offset for piece in pieces] for pieces in part.pieces_by_rank.values()]
     [[2], [0]]
     """
-    shape = affine_map.logical_shape
+    shape = as_map(affine_map, 'narrow: affine_map').logical_shape
     axis = axis_index(dim, shape, 'narrow: dim')
     start, length = integer(start, 'narrow: start'), integer(length, 'narrow: length')
     if start < 0 or length < 0 or start + length > shape[axis]:
@@ -117,7 +118,7 @@ def permute(affine_map, dims):
     >>> flipped.logical_shape, flipped.pieces_by_rank[0][0].dest_strides
     ((2, 4), (1, 2))
     """
-    shape = affine_map.logical_shape
+    shape = as_map(affine_map, 'permute: affine_map').logical_shape
     axes = [axis_index(dim, shape, f'permute: dims[{index}]') for index, dim in enumerate(dims)]
     if sorted(axes) != list(range(len(shape))):
         raise ValueError(
@@ -145,8 +146,11 @@ def relabel(affine_map, new_ids):
     >>> list(relabel(replicated_map((4, ), 2), {1: 5}).shard_shapes)
     [0, 5]
     """
-    columns = affine_map.columns
-    new_ids = {integer(old, 'relabel: an old id'): integer(new, 'relabel: a new id') for old, new in new_ids.items()}
+    columns = as_map(affine_map, 'relabel: affine_map').columns
+    new_ids = {
+        integer(old, 'relabel: an old id'): integer(new, 'relabel: a new id')
+        for old, new in mapping(new_ids, 'relabel: new_ids').items()
+    }
     old_ids = columns.location_ids.tolist()
     unknown = sorted(set(new_ids).difference(old_ids))
     if unknown:
@@ -156,3 +160,61 @@ def relabel(affine_map, new_ids):
         raise ValueError(f'relabel: two locations would both be {Counter(ids).most_common(1)[0][0]}.')
     return ParamAffineMap.from_columns(affine_map.logical_shape,
                                        columns.with_location_ids(int64_column(ids, 'a location id')))
+
+
+def keep_locations(affine_map, locations):
+    """Only some of the shards of a layout: those that survived, those that one process can reach.
+
+    The pieces stay where they are in the parameter; the other locations hold nothing any more. To describe a lost
+    shard by size 0 in a constructor would move the shards after it.
+
+    Args:
+        locations: ids of the shards that are kept.
+
+    Raises:
+        ValueError: an id that has no shard in the map.
+
+    >>> from deepspeed.checkpoint.affine.constructors import contiguous_split_map
+    >>> survivors = keep_locations(contiguous_split_map((6, 2), [2, 2, 2], 0), [0, 2])
+    >>> {rank: pieces[0].source_offset for rank, pieces in survivors.pieces_by_rank.items()}
+    {0: 0, 2: 8}
+    """
+    columns = affine_map.columns
+    wanted = {integer(location, 'keep_locations: a location') for location in locations}
+    unknown = sorted(wanted.difference(columns.shard_ids.tolist()))
+    if unknown:
+        raise ValueError(f'keep_locations: the map has no shard at location {unknown[0]}; it has shards of '
+                         f'{listed(sorted(columns.shard_ids.tolist()))}.')
+    kept = np.flatnonzero(np.isin(columns.shard_ids, sorted(wanted)))
+    number = np.full(len(columns.location_ids), -1)
+    number[kept] = np.arange(len(kept))
+    rows = np.flatnonzero(number[columns.shard] >= 0)
+    holders, starts, members = _kept_sets(columns, number)
+    return ParamAffineMap.from_columns(
+        affine_map.logical_shape,
+        replace(columns,
+                location_ids=columns.location_ids[kept],
+                shard_ndim=columns.shard_ndim[kept],
+                shard_shape=columns.shard_shape[kept],
+                shard=number[columns.shard[rows]],
+                holders=holders[columns.holders[rows]],
+                set_starts=starts,
+                set_members=members,
+                **{
+                    name: getattr(columns, name)[rows]
+                    for name in ('ndim', 'shape', 'source_offset', 'source_strides', 'dest_offset', 'dest_strides',
+                                 'scale')
+                }))
+
+
+def _kept_sets(columns, number):
+    """Holder sets without the locations that have no new number: the new set of each old one, starts and members."""
+    owner = np.repeat(np.arange(len(columns.set_starts) - 1), np.diff(columns.set_starts))
+    member = number[columns.set_members]
+    owner, member = owner[member >= 0], member[member >= 0]
+    distinct = {}
+    bounds = np.searchsorted(owner, np.arange(len(columns.set_starts))).tolist()
+    sets = [tuple(member[start:stop].tolist()) for start, stop in zip(bounds, bounds[1:])]
+    holders = np.array([distinct.setdefault(members, len(distinct)) for members in sets], np.int64)
+    starts = np.cumsum([0, *(len(members) for members in distinct)])
+    return holders, starts, np.array([index for members in distinct for index in members], np.int64)

@@ -93,7 +93,7 @@ def parameter_blocks(columns, logical_shape):
         HoldersError: a piece that no location holds.
         NotABlockError: a piece whose source strides are not those of the parameter's axes.
         WrapsError: a run that goes on into the next row of the parameter.
-        ValueError: a piece that leaves the parameter or its shard, or that has a size below zero.
+        ValueError: a piece that leaves the parameter or its shard.
     """
     _refuse(columns,
             np.diff(columns.set_starts)[columns.holders] == 0, 'lists no location, so it has no holder', HoldersError)
@@ -106,7 +106,6 @@ def placed_blocks(columns, logical_shape):
     Raises: as ``parameter_blocks``, but for ``HoldersError``.
     """
     shape = box_shape(logical_shape)
-    _refuse(columns, (columns.shape < 0).any(axis=1), 'has a size below zero')
     check_dest(columns)
     rows = np.flatnonzero((columns.shape > 0).all(axis=1))
     inside = (columns.source_offset >= 0) & (columns.source_offset < product(shape))

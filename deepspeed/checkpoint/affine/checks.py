@@ -5,6 +5,7 @@
 
 import math
 import operator
+from collections.abc import Mapping
 
 # No parameter, shard or stride pattern may span more elements than this. It leaves a factor of two to the int64
 # range, so a sum of an offset and a reach cannot wrap, and it is far beyond any tensor that exists.
@@ -12,6 +13,12 @@ MAX_ELEMENTS = 2**62
 
 # More axes than any tensor has; a limit keeps the padding of columns in proportion to the input.
 MAX_AXES = 64
+
+# More ranks than any job has. Maps have an entry for each, so a count that is a slip must not ask for all memory.
+MAX_RANKS = 2**24
+
+# The most elements that are looked at, or reported, one by one; some dozens of bytes each.
+WALK_LIMIT = 2**28
 
 
 def integer(value, what):
@@ -111,6 +118,30 @@ def count(value, what):
     if not 0 <= checked <= MAX_ELEMENTS:
         raise ValueError(f'{what} is {shown(checked)}; it must lie between 0 and 2**62.')
     return checked
+
+
+def rank_count(value, what, least=0):
+    """Return ``value``, a number of ranks, as an int; ``what`` names it in messages.
+
+    Raises:
+        ValueError: less than ``least``, or more than 2**24.
+    """
+    checked = integer(value, what)
+    if not least <= checked <= MAX_RANKS:
+        raise ValueError(f'{what} is {shown(checked)}; it must lie between {least} and 2**24, more ranks than any job '
+                         'has.')
+    return checked
+
+
+def mapping(value, what):
+    """Return ``value``, a mapping; ``what`` names it in messages.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f'{what} must be a mapping, but it is {shown(value)}.')
+    return value
 
 
 def is_invertible(value):

@@ -8,6 +8,7 @@ validation, union) does so over these arrays. Piece objects are made from them w
 """
 
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from itertools import chain
 
 import numpy as np
@@ -130,7 +131,22 @@ class PieceColumns:
 
     def with_location_ids(self, location_ids):
         """The same pieces under other ids (int64[L], in the same order); all other arrays are shared."""
-        return replace(self, location_ids=location_ids)
+        relabelled = replace(self, location_ids=location_ids)
+        # What is known of the pieces stays known, so that a thousand relabelled maps are looked at once.
+        object.__setattr__(relabelled, '_pieces_digest', self.pieces_digest)
+        return relabelled
+
+    @property
+    def pieces_digest(self):
+        """16 bytes that are equal for equal columns, whatever their location ids; made once."""
+        if not hasattr(self, '_pieces_digest'):
+            digest = blake2b(digest_size=16)
+            for field in fields(self)[1:]:
+                array = getattr(self, field.name)
+                digest.update(repr(array.shape).encode())
+                digest.update(array.tobytes())
+            object.__setattr__(self, '_pieces_digest', digest.digest())
+        return self._pieces_digest
 
 
 def columns_from_pieces(shard_shapes, pieces_by_rank):
@@ -142,7 +158,7 @@ def columns_from_pieces(shard_shapes, pieces_by_rank):
 
     Raises:
         ValueError: a piece with other numbers of strides than of sizes, a location with pieces but no shard shape, a
-            number that does not fit into 64 bits.
+            negative size, numbers or addresses beyond 2**62.
     """
     unshaped = [rank for rank in pieces_by_rank if rank not in shard_shapes]
     if unshaped:
@@ -166,6 +182,7 @@ def columns_from_pieces(shard_shapes, pieces_by_rank):
                                dest_strides=[piece.dest_strides for piece in pieces],
                                locations=[piece.locations for piece in pieces],
                                scales=[piece.scale for piece in pieces])
+    _check_sizes(columns)
     _check_reach(columns)
     return columns
 
@@ -229,6 +246,23 @@ def int64_column(values, what):
         return np.array(values, dtype=np.int64)
     except OverflowError:
         raise ValueError(f'The map has {what} that does not fit into 64 bits.') from None
+
+
+def _check_sizes(columns):
+    """Raise for negative sizes: two of them multiply to a volume that looks right."""
+    negative = (columns.shard_shape < 0).any(axis=1)
+    if negative.any():
+        shard = int(np.argmax(negative))
+        shape = tuple(columns.shard_shape[shard, :columns.shard_ndim[shard]].tolist())
+        raise ValueError(
+            f'Rank {columns.location_ids[shard]} has a shard of shape {shape}, which has a negative size; '
+            'every size must be zero or more.')
+    negative = (columns.shape < 0).any(axis=1)
+    if negative.any():
+        piece = int(np.argmax(negative))
+        shape = tuple(columns.shape[piece, :columns.ndim[piece]].tolist())
+        raise ValueError(f'Rank {columns.rank(piece)}, piece {columns.position(piece)} has shape {shape}, which has a '
+                         'negative size; every size must be zero or more.')
 
 
 def _check_reach(columns):

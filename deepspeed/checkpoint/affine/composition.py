@@ -10,9 +10,10 @@ import numpy as np
 
 from deepspeed.checkpoint.affine.blocks import Blocks, NotABlockError, box_shape, parameter_blocks
 from deepspeed.checkpoint.affine.canonical import canonical_map
-from deepspeed.checkpoint.affine.checks import listed
+from deepspeed.checkpoint.affine.checks import listed, mapping
 from deepspeed.checkpoint.affine.columns import PieceColumns
 from deepspeed.checkpoint.affine.overlay import Layer, Locations, cut_at_layers, join_locations
+from deepspeed.checkpoint.affine.param_map import as_map
 from deepspeed.checkpoint.affine.regions import held_regions, place_in_set
 from deepspeed.checkpoint.affine.union import check_disjoint_locations, naming_part
 from deepspeed.checkpoint.affine_geometry.join import overlapping_pairs
@@ -46,9 +47,9 @@ def compose(outer, inner_maps):
     >>> [piece.source_offset for piece in both.pieces_by_rank[10]]
     [6]
     """
+    _check_inner(as_map(outer, 'compose: outer'), mapping(inner_maps, 'compose: inner_maps'))
     logical_shape, columns = outer.logical_shape, outer.columns
     shape = box_shape(logical_shape)
-    _check_inner(outer, inner_maps)
     blocks = parameter_blocks(columns, logical_shape)
     held_regions(columns, blocks, logical_shape)
     # Holder 0 of every set, holder 1 of every set, ...: blocks of one turn are disjoint.
@@ -88,7 +89,7 @@ def _check_inner(outer, inner_maps):
         if location not in outer.shard_shapes:
             raise ValueError(f'compose: the outer map has no shard at location {location}; it has '
                              f'{listed(outer.shard_shapes)}.')
-        if inner.logical_shape != outer.shard_shapes[location]:
+        if as_map(inner, f'compose: inner_maps[{location}]').logical_shape != outer.shard_shapes[location]:
             raise ValueError(
                 f'compose: the shard of location {location} has shape {outer.shard_shapes[location]}, but '
                 f'its map describes one of shape {inner.logical_shape}.')

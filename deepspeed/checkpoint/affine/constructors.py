@@ -12,7 +12,8 @@ from itertools import chain
 
 import numpy as np
 
-from deepspeed.checkpoint.affine.checks import MAX_ELEMENTS, axis_index, count, integer, sizes, span, widths
+from deepspeed.checkpoint.affine.checks import (MAX_ELEMENTS, axis_index, count, integer, mapping, rank_count, sizes,
+                                                span, widths)
 from deepspeed.checkpoint.affine.columns import PieceColumns, int64_column
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 from deepspeed.checkpoint.affine.piece import AffinePiece
@@ -30,7 +31,7 @@ def replicated_map(shape, tp_degree, scale=1.0):
             of ranks, so that the all-reduced sum adds it once.
 
     Raises:
-        ValueError: a scale of zero, NaN or infinity.
+        ValueError: a scale of zero, NaN or infinity, more than 2**24 ranks.
 
     Example::
 
@@ -38,7 +39,7 @@ def replicated_map(shape, tp_degree, scale=1.0):
         {0: (8,), 1: (8,)}
     """
     shape = sizes(shape, 'shape')
-    ranks = count(tp_degree, 'tp_degree')
+    ranks = rank_count(tp_degree, 'tp_degree')
     strides = row_major_strides(shape)
     piece = AffinePiece(shape, 0, strides, 0, strides, (), scale)
     columns = PieceColumns(location_ids=np.arange(ranks),
@@ -117,7 +118,7 @@ def sub_param_map(shape, sub_dim_sizes, shard_widths, partition_dim):
     if not rows or len(rows) != len(sub_sizes) or len(set(map(len, rows))) != 1:
         raise ValueError(f'shard_widths {rows} must have one row for each of the {len(sub_sizes)} sub-parameters and '
                          'one width for each rank in every row.')
-    return _side_by_side(shape, axis, sub_sizes, rows, [False] * len(rows))
+    return _side_by_side(shape, axis, sub_sizes, rows, [False] * len(rows), len(rows[0]))
 
 
 def segmented_map(shape, segments, partition_dim, tp_degree, split_widths):
@@ -133,7 +134,7 @@ def segmented_map(shape, segments, partition_dim, tp_degree, split_widths):
 
     Raises:
         IndexError: an axis that the parameter does not have.
-        ValueError: the widths of a segment do not add up to its size.
+        ValueError: the widths of a segment do not add up to its size, more than 2**24 ranks.
 
     Example: four query rows cut in two, and two key/value rows that both ranks hold::
 
@@ -142,7 +143,7 @@ def segmented_map(shape, segments, partition_dim, tp_degree, split_widths):
     """
     shape = sizes(shape, 'shape')
     axis = axis_index(partition_dim, shape, 'partition_dim')
-    ranks = count(tp_degree, 'tp_degree')
+    ranks = rank_count(tp_degree, 'tp_degree')
     segments = [(size, bool(replicated)) for size, replicated in segments]
     segment_sizes = widths((size for size, _ in segments), 'the size of segments')
     replicated = [whole for _, whole in segments]
@@ -157,7 +158,7 @@ def segmented_map(shape, segments, partition_dim, tp_degree, split_widths):
             raise ValueError(f'The split widths {list(row)} of segment {index} do not account for its {size} elements '
                              f'across {ranks} ranks.')
         rows.append(row)
-    return _side_by_side(shape, axis, segment_sizes, rows, replicated)
+    return _side_by_side(shape, axis, segment_sizes, rows, replicated, ranks)
 
 
 def block_gather_map(shape, block_ids_by_rank, block_size, partition_dim):
@@ -186,7 +187,7 @@ def block_gather_map(shape, block_ids_by_rank, block_size, partition_dim):
     width = count(block_size, 'block_size')
     ids = {
         integer(rank, 'a rank of block_ids_by_rank'): widths(blocks, f'block_ids_by_rank[{rank}]')
-        for rank, blocks in block_ids_by_rank.items()
+        for rank, blocks in mapping(block_ids_by_rank, 'block_ids_by_rank').items()
     }
     counts = np.array([len(blocks) for blocks in ids.values()], dtype=np.int64)
     block = np.fromiter(chain.from_iterable(ids.values()), dtype=np.int64, count=int(counts.sum()))
@@ -209,15 +210,14 @@ def block_gather_map(shape, block_ids_by_rank, block_size, partition_dim):
                      holders=shard[first])
 
 
-def _side_by_side(shape, axis, sizes_on_axis, rows, replicated):
-    """Map of S segments next to each other on an axis: ``rows[s][t]`` is the width of segment s on rank t.
+def _side_by_side(shape, axis, sizes_on_axis, rows, replicated, ranks):
+    """Map of S segments, perhaps none, next to each other on an axis: ``rows[s][t]`` is segment s's width on rank t.
 
     A replicated segment starts at the same place for all ranks, any other goes on from rank to rank.
     """
     if sum(sizes_on_axis) + sum(map(sum, rows)) > MAX_ELEMENTS:
         raise ValueError(f'The widths on axis {axis} add up to more than 2**62 elements.')
-    width = np.array(rows, dtype=np.int64).reshape(len(rows), -1 if rows else 0)
-    segments, ranks = width.shape
+    width = np.array(rows, dtype=np.int64).reshape(len(rows), ranks)
     starts = np.cumsum((0, ) + sizes_on_axis)[:-1]
     whole = np.array(replicated, dtype=bool)
     before = np.where(whole[:, None], 0, np.cumsum(width, axis=1) - width)
@@ -227,7 +227,7 @@ def _side_by_side(shape, axis, sizes_on_axis, rows, replicated):
                      axis,
                      location_ids=np.arange(ranks),
                      shard_width=width.sum(axis=0),
-                     shard=np.repeat(np.arange(ranks), segments),
+                     shard=np.repeat(np.arange(ranks), len(rows)),
                      source_start=(starts[:, None] + before).T.reshape(-1),
                      dest_start=(np.cumsum(width, axis=0) - width).T.reshape(-1),
                      width=width.T.reshape(-1),

@@ -8,17 +8,19 @@ rows, or every third element, is a truthful piece too. Nothing but its elements 
 """
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from deepspeed.checkpoint.affine.blocks import NotABlockError, describe_piece
-from deepspeed.checkpoint.affine.checks import listed
+from deepspeed.checkpoint.affine.checks import WALK_LIMIT, listed
 from deepspeed.checkpoint.affine.columns import reach
 from deepspeed.checkpoint.affine.regions import place_in_set
-from deepspeed.checkpoint.affine.validation import (CoverageError, check_coverage, count_unheld, uncovered_error,
-                                                    uncovered_flat_offsets)
+from deepspeed.checkpoint.affine.validation import (CoverageError, check_coverage, check_shards, count_unheld,
+                                                    uncovered_error, uncovered_flat_offsets)
+from deepspeed.checkpoint.affine_geometry.addresses import AddressLayoutError
 from deepspeed.checkpoint.affine_geometry.columns import expand_ranges
 
-# The most elements that are ever looked at one by one; a byte each for the parameter, some dozens for the pieces.
-_WALK_LIMIT = 2**28
+# The most shard addresses that are marked one by one. Reading a stored map does it, whose sizes nobody vouches for.
+_MARK_LIMIT = 2**24
 
 
 def element_addresses(shape, offset, strides):
@@ -96,6 +98,61 @@ def check_whole_map(affine_map):
         _check_elements(affine_map)
 
 
+def element_holders(columns):
+    """Return a dict from each held address of the flat parameter to the set of locations whose shards hold it.
+
+    Raises:
+        ValueError: pieces of more than 2**28 elements.
+    """
+    if _total(columns.volume) > WALK_LIMIT:
+        raise ValueError('The pieces of the map have more than 2**28 elements, too many to list the holders of each. '
+                         'The locations of pieces_by_rank, or holders of columns, say the same piece by piece.')
+    piece, offset = element_addresses(columns.shape, columns.source_offset, columns.source_strides)
+    ranks = columns.location_ids[columns.shard[piece]]
+    order = np.argsort(offset, kind='stable')
+    held, starts = np.unique(offset[order], return_index=True)
+    return {int(address): set(group.tolist()) for address, group in zip(held, np.split(ranks[order], starts[1:]))}
+
+
+def check_exact_shards(columns):
+    """Raise unless the pieces of every shard fill its addresses once and only once.
+
+    By geometry where strides allow it, address by address where they interleave.
+
+    Raises: as ``check_shards``; ``AddressLayoutError`` only of shards too large to mark their addresses.
+    """
+    try:
+        check_shards(columns)
+    except AddressLayoutError:
+        # Of the volumes and not the shards: those were summed as integers, and a hostile sum may have wrapped.
+        if _total(columns.volume) > _MARK_LIMIT:
+            raise
+        _check_marks(columns)
+
+
+def _check_marks(columns):
+    """Raise unless every shard address is used, by pieces that lie inside and have as many elements as their shard.
+
+    With as many elements as addresses, none is used twice exactly if each is used.
+    """
+    first = np.cumsum(columns.shard_numel) - columns.shard_numel
+    used = np.zeros(int(columns.shard_numel.sum()), dtype=bool)
+    begins = (first[columns.shard] + columns.dest_offset).tolist()
+    for begin, (shape, _, _, _, strides, _, _) in zip(begins, columns.rows()):
+        if 0 not in shape:
+            as_strided(used[begin:], shape, strides)[...] = True
+    if not used.all():
+        address = int(np.argmin(used))
+        shard = int(np.searchsorted(first, address, 'right')) - 1
+        raise ValueError(f'Rank {columns.location_ids[shard]} has no piece at shard address {address - first[shard]}, '
+                         'so its pieces use another address twice and elements would be lost.')
+
+
+def _total(counts):
+    """Sum of a column as a float, which cannot wrap."""
+    return counts.astype(np.float64).sum()
+
+
 def check_source(affine_map):
     """Raise unless all pieces lie inside the parameter, in whose storage other data may follow.
 
@@ -153,8 +210,7 @@ def _walk_uncovered(affine_map):
     """
     check_source(affine_map)
     columns = affine_map.columns
-    # Summed as floats, which cannot wrap.
-    if max(affine_map.numel, columns.volume.astype(np.float64).sum()) > _WALK_LIMIT:
+    if max(affine_map.numel, _total(columns.volume)) > WALK_LIMIT:
         raise ValueError(
             f'The map of a parameter of shape {affine_map.logical_shape} has pieces that are no blocks of it, which '
             'must be looked at element by element, and it is too large for that: more than 2**28 elements. '

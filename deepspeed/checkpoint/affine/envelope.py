@@ -3,8 +3,8 @@
 # DeepSpeed Team
 """What a checkpoint keeps maps in: ``{'version': 1, 'params': {name: map}}``."""
 
-from deepspeed.checkpoint.affine.checks import shown
-from deepspeed.checkpoint.affine.param_map import ParamAffineMap
+from deepspeed.checkpoint.affine.checks import mapping, shown
+from deepspeed.checkpoint.affine.param_map import ParamAffineMap, as_map
 from deepspeed.checkpoint.affine.serialization import AFFINE_MAP_FORMAT_VERSION
 
 
@@ -43,12 +43,15 @@ def dump_affine_maps(maps):
 
     Args:
         maps: mapping from parameter name to ``ParamAffineMap``.
+
+    Raises:
+        TypeError: anything else.
     """
     return {
         'version': AFFINE_MAP_FORMAT_VERSION,
         'params': {
-            name: affine_map.to_dict()
-            for name, affine_map in maps.items()
+            name: as_map(affine_map, f'The map of parameter {name!r}').to_dict()
+            for name, affine_map in mapping(maps, 'maps').items()
         },
     }
 

@@ -15,7 +15,10 @@ import numpy as np
 from deepspeed.checkpoint.affine.canonical import merge_adjacent
 from deepspeed.checkpoint.affine_geometry.columns import expand_ranges, row_ids
 from deepspeed.checkpoint.affine_geometry.cover import uncovered
-from deepspeed.checkpoint.affine_geometry.join import overlapping_pairs
+from deepspeed.checkpoint.affine_geometry.join import PairLimitError, overlapping_pairs
+
+# Every part costs some hundred bytes; a map of more is a mistake in the layouts rather than a layout.
+_PART_LIMIT = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def overlay(layers):
     """
     lower, upper, holders = layers[0].lower, layers[0].upper, layers[0].holders[:, None]
     for layer in layers[1:]:
-        cell, box = overlapping_pairs(lower, upper, layer.lower, layer.upper)
+        cell, box = _meetings(lower, upper, layer.lower, layer.upper)
         low, high = np.maximum(lower[cell], layer.lower[box]), np.minimum(upper[cell], layer.upper[box])
         rest, rest_low, rest_high = _outside(lower, upper, cell, low, high)
         free, free_low, free_high = _outside(layer.lower, layer.upper, box, low, high)
@@ -65,6 +68,14 @@ def overlay(layers):
         ])
         lower, upper = np.concatenate([low, rest_low, free_low]), np.concatenate([high, rest_high, free_high])
     return lower, upper, holders
+
+
+def _meetings(lower_a, upper_a, lower_b, upper_b):
+    try:
+        return overlapping_pairs(lower_a, upper_a, lower_b, upper_b, limit=_PART_LIMIT)
+    except PairLimitError as error:
+        raise ValueError(f'the layouts cut each other into {error.count} parts, more than the {error.limit} that one '
+                         'map is meant to have') from None
 
 
 def _outside(lower, upper, owner, low, high):
@@ -93,7 +104,7 @@ def cut_at_layers(blocks, layers, locations, shape):
     """
     lower, upper, held = overlay(layers)
     cell_set, locations = _united_sets(held, locations)
-    block, cell = overlapping_pairs(blocks.lower, blocks.upper, lower, upper)
+    block, cell = _meetings(blocks.lower, blocks.upper, lower, upper)
     parts = blocks.cut(block, lower[cell], upper[cell]).with_holders(cell_set[cell])
     return merge_adjacent(parts, shape), locations
 

@@ -3,16 +3,14 @@
 # DeepSpeed Team
 """How one parameter lies in the shards that hold it."""
 
-import numpy as np
-
 from deepspeed.checkpoint.affine import tensors
-from deepspeed.checkpoint.affine.checks import integer, integers, sizes
+from deepspeed.checkpoint.affine.checks import integer, integers, mapping, shown, sizes
 from deepspeed.checkpoint.affine.columns import columns_from_pieces
-from deepspeed.checkpoint.affine.elements import check_whole_map, element_addresses, uncovered_elements
+from deepspeed.checkpoint.affine.elements import (check_exact_shards, check_whole_map, element_holders,
+                                                  uncovered_elements)
 from deepspeed.checkpoint.affine.identity import geometry_digest
 from deepspeed.checkpoint.affine.piece import AffinePiece
 from deepspeed.checkpoint.affine.serialization import map_to_dict, read_map
-from deepspeed.checkpoint.affine.validation import check_shards
 from deepspeed.checkpoint.affine.views import PieceSequence, ReadOnlyMapping, pieces_view, shard_shapes_view
 from deepspeed.checkpoint.affine_geometry.strides import product
 
@@ -42,11 +40,11 @@ class ParamAffineMap:
     def __init__(self, logical_shape, shard_shapes, pieces_by_rank):
         shapes = {
             integer(rank, 'a rank of shard_shapes'): integers(shape, f'shard_shapes[{rank}]')
-            for rank, shape in shard_shapes.items()
+            for rank, shape in mapping(shard_shapes, 'shard_shapes').items()
         }
         pieces = {
             integer(rank, 'a rank of pieces_by_rank'): _checked_pieces(rank, pieces)
-            for rank, pieces in pieces_by_rank.items()
+            for rank, pieces in mapping(pieces_by_rank, 'pieces_by_rank').items()
         }
         self._fill(integers(logical_shape, 'logical_shape'), given=(shapes, pieces))
 
@@ -118,7 +116,7 @@ class ParamAffineMap:
 
         Raises:
             ValueError: pieces that cannot be columns: strides of another number than sizes, a location with pieces
-                but no shard shape, numbers or addresses beyond 2**62.
+                but no shard shape, a negative size, numbers or addresses beyond 2**62.
         """
         if self._columns is None:
             sizes(self._logical_shape, 'logical_shape')
@@ -129,9 +127,10 @@ class ParamAffineMap:
         """Raise unless the pieces of every shard fill its addresses once and only once.
 
         Raises:
-            ValueError: too few or too many elements, an address outside the shard or used twice.
+            ValueError: too few or too many elements, an address outside the shard or used twice, shards of more than
+                2**24 elements whose strides interleave.
         """
-        check_shards(self.columns)
+        check_exact_shards(self.columns)
 
     def validate_coverage(self):
         """Raise unless the shards are exact, hold the whole parameter, and every piece names its true holders.
@@ -149,18 +148,17 @@ class ParamAffineMap:
 
         Raises:
             ValueError: a piece that leaves the parameter or its shard, a map that is too large to look at the elements
-                of pieces that are no blocks.
+                of pieces that are no blocks, more than 2**28 such addresses.
         """
         return uncovered_elements(self).tolist()
 
     def holders(self):
-        """Return a dict from each held address of the flat parameter to the set of locations whose shards hold it."""
-        columns = self.columns
-        piece, offset = element_addresses(columns.shape, columns.source_offset, columns.source_strides)
-        ranks = columns.location_ids[columns.shard[piece]]
-        order = np.argsort(offset, kind='stable')
-        held, starts = np.unique(offset[order], return_index=True)
-        return {int(address): set(group.tolist()) for address, group in zip(held, np.split(ranks[order], starts[1:]))}
+        """Return a dict from each held address of the flat parameter to the set of locations whose shards hold it.
+
+        Raises:
+            ValueError: shards of more than 2**28 elements in all.
+        """
+        return element_holders(self.columns)
 
     def rebuild(self, shards, scale_power=1):
         """Return the whole parameter, put together from its shards.
@@ -174,8 +172,9 @@ class ParamAffineMap:
         Replicas must agree: where several locations hold an element they must hold the same value.
 
         Raises:
+            TypeError: a shard that is no tensor.
             ValueError: shards that the map does not describe, replicas that differ, a map that is not exact or leaves
-                a part of the parameter out, integers through a scale.
+                a part of the parameter out, integers or eight-bit floats through a scale.
             NotImplementedError: optimizer states through a scale.
 
         Example::
@@ -194,8 +193,9 @@ class ParamAffineMap:
             scale_power: as for ``rebuild``.
 
         Raises:
-            ValueError: an unknown location, another number of elements, a shard that is not exact, integers through a
-                scale.
+            TypeError: a parameter that is no tensor.
+            ValueError: an unknown location, another number of elements, a shard that is not exact, integers or
+                eight-bit floats through a scale.
             NotImplementedError: optimizer states through a scale.
         """
         return tensors.extract(self, full_param, rank, scale_power)
@@ -216,7 +216,7 @@ class ParamAffineMap:
                 message says where.
         """
         logical_shape, columns = read_map(entry)
-        check_shards(columns)
+        check_exact_shards(columns)
         return cls.from_columns(logical_shape, columns)
 
     def __eq__(self, other):
@@ -242,6 +242,17 @@ class ParamAffineMap:
         pieces = sum(len(pieces) for pieces in self._given[1].values()) if self._given else self._columns.piece_count
         shards = len(self._given[0]) if self._given else self._columns.shard_count
         return f'ParamAffineMap(logical_shape={self._logical_shape}, shards={shards}, pieces={pieces})'
+
+
+def as_map(value, what):
+    """Return ``value``, a ``ParamAffineMap``; ``what`` names it in messages.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, ParamAffineMap):
+        raise TypeError(f'{what} must be a ParamAffineMap, but it is {shown(value)}.')
+    return value
 
 
 def _checked_pieces(rank, pieces):

@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from deepspeed.checkpoint.affine.checks import integer, integers, sizes
+from deepspeed.checkpoint.affine.checks import integers, rank_count, sizes
 from deepspeed.checkpoint.affine.columns import PieceColumns, int64_column
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 from deepspeed.checkpoint.affine_geometry.runs import lower_runs
@@ -29,7 +29,7 @@ def zero3_partition_map(shape, world_size, *, locations=None):
             whole copy (hpZ). Default: 0 to W - 1.
 
     Raises:
-        ValueError: sizes that cannot be, locations of another number or with duplicates.
+        ValueError: sizes that cannot be, no ranks or more than 2**24, locations of another number or with duplicates.
 
     Example: ten elements over four ranks, and over two groups of two::
 
@@ -39,9 +39,7 @@ def zero3_partition_map(shape, world_size, *, locations=None):
         frozenset({0, 2})
     """
     shape = sizes(shape, 'shape')
-    world_size = integer(world_size, 'world_size')
-    if world_size < 1:
-        raise ValueError(f'world_size is {world_size}; a parameter is cut over one rank or more.')
+    world_size = rank_count(world_size, 'world_size', least=1)
     numel = product(shape)
     per_rank = -(-numel // world_size)
     groups = _location_groups(locations, world_size, 'world_size')

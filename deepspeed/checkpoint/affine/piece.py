@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from deepspeed.checkpoint.affine.checks import integer, integers, is_invertible
+from deepspeed.checkpoint.affine.checks import integer, integers, is_invertible, shown
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,10 +49,15 @@ class AffinePiece:
     scale: float = 1.0
 
     def __post_init__(self):
-        scale = float(self.scale)
+        try:
+            scale = float(self.scale)
+        except OverflowError:
+            # An int beyond every float.
+            scale = math.inf
         if not is_invertible(scale):
-            raise ValueError(f'A scale of {scale} is not invertible: the parameter could not be rebuilt from such a '
-                             'shard. Give a finite factor other than zero.')
+            raise ValueError(
+                f'A scale of {shown(self.scale)} is not invertible: the parameter could not be rebuilt from such a '
+                'shard. Give a finite factor other than zero.')
         # The class is frozen, so its own normalisation has to go past __setattr__.
         put = object.__setattr__
         put(self, 'shape', integers(self.shape, 'shape'))
@@ -91,6 +96,12 @@ class AffinePiece:
                 f'dest=({self.dest_offset}, {self.dest_strides}), locations={sorted(self.locations)}{scaled})')
 
 
+def check_tensor(value, what):
+    """Raise ``TypeError`` unless ``value`` is a tensor; ``what`` names it in messages."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f'{what} must be a torch.Tensor, but it is {shown(value)}.')
+
+
 def strided_view(flat, shape, offset, strides):
     """Return a strided block of a flat tensor as a view; ``offset`` and ``strides`` count elements of ``flat``.
 
@@ -98,6 +109,7 @@ def strided_view(flat, shape, offset, strides):
     a larger buffer, with any step: a shard that was split off, an expanded row. A tensor of more axes stands for its
     elements in row-major order and must be contiguous.
     """
+    check_tensor(flat, 'The buffer of a block')
     if flat.dim() == 1:
         step = flat.stride(0)
     elif flat.is_contiguous():

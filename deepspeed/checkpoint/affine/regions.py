@@ -15,11 +15,13 @@ import numpy as np
 from deepspeed.checkpoint.affine.blocks import HoldersError, box_shape, describe_piece
 from deepspeed.checkpoint.affine_geometry.columns import expand_ranges, row_ids
 from deepspeed.checkpoint.affine_geometry.cover import find_overlap, unbalanced_groups, uncovered
-from deepspeed.checkpoint.affine_geometry.join import overlapping_pairs
+from deepspeed.checkpoint.affine_geometry.join import PairLimitError, overlapping_pairs
 from deepspeed.checkpoint.affine_geometry.strides import product, row_major_strides
 
-# How many meetings of blocks a map may have before it is called tangled rather than compared on.
-_MEETING_LIMIT = 1 << 26
+# How many meetings of differently cut replicas are followed up before a map is called tangled.
+_MEETING_LIMIT = 1 << 24
+# Disjoint blocks meet only themselves; this many more meetings are looked at to name two that overlap.
+_OVERLAP_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ def _disjoint(blocks, logical_shape):
         weight = np.ones(len(lower), np.int64)
         weight[-1] = -1
         return not len(unbalanced_groups(np.zeros(len(lower), np.int64), lower, upper, weight))
-    return find_overlap(blocks.lower, blocks.upper, limit=_MEETING_LIMIT) is None
+    try:
+        return find_overlap(blocks.lower, blocks.upper, limit=_OVERLAP_LIMIT + len(blocks.shard)) is None
+    except PairLimitError:
+        return False
 
 
 def _differently_cut(columns, blocks, logical_shape, place):
@@ -136,10 +141,23 @@ def _differently_cut(columns, blocks, logical_shape, place):
     leads = np.flatnonzero(place == columns.set_starts[blocks.holders])
     _check_followers(columns, blocks, leads, place)
     if not _disjoint(blocks.take(leads), logical_shape):
-        pair = find_overlap(blocks.lower[leads], blocks.upper[leads], limit=_MEETING_LIMIT)
-        one, other = leads[pair[0]], leads[pair[1]]
-        _raise(columns, blocks, int(one), f'but {describe_piece(columns, int(blocks.piece[other]))} overlaps it')
+        _raise_overlap(columns, blocks, leads)
     return _cut_by_followers(columns, blocks, leads, place)
+
+
+def _raise_overlap(columns, blocks, leads):
+    """Name two pieces of different holder sets, or of one shard, that hold the same elements."""
+    try:
+        pair = find_overlap(blocks.lower[leads], blocks.upper[leads], limit=_OVERLAP_LIMIT + len(leads))
+    except PairLimitError as error:
+        raise HoldersError(f'pieces overlap {error.count - len(leads)} times without naming each other\'s locations: '
+                           'the map has different locations for the same elements.') from None
+    one, other = leads[pair[0]], leads[pair[1]]
+    if blocks.shard[one] == blocks.shard[other]:
+        raise HoldersError(f'{describe_piece(columns, int(blocks.piece[one]))} and '
+                           f'{describe_piece(columns, int(blocks.piece[other]))} hold overlapping parts of the '
+                           'parameter: a shard holds an element once.')
+    _raise(columns, blocks, int(one), f'but {describe_piece(columns, int(blocks.piece[other]))} overlaps it')
 
 
 def _check_followers(columns, blocks, leads, place):
@@ -177,7 +195,7 @@ def _cut_by_followers(columns, blocks, leads, place):
         part_lower = np.maximum(lower[region], blocks.lower[cut][by])
         part_upper = np.minimum(upper[region], blocks.upper[cut][by])
         lower, upper = np.concatenate([lower[whole], part_lower]), np.concatenate([upper[whole], part_upper])
-    region, block = overlapping_pairs(lower, upper, blocks.lower, blocks.upper)
+    region, block = overlapping_pairs(lower, upper, blocks.lower, blocks.upper, limit=_MEETING_LIMIT)
     order = np.lexsort((columns.location_ids[blocks.shard[block]], region))
     starts = np.searchsorted(region[order], np.arange(len(lower) + 1))
     return HeldRegions(lower, upper, holders, starts, block[order])

@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from deepspeed.checkpoint.affine.checks import listed
-from deepspeed.checkpoint.affine.elements import check_source, count_uncovered_elements, first_revisit
-from deepspeed.checkpoint.affine.validation import check_shards
+from deepspeed.checkpoint.affine.elements import (check_exact_shards, check_source, count_uncovered_elements,
+                                                  first_revisit)
+from deepspeed.checkpoint.affine.piece import check_tensor
+from deepspeed.checkpoint.affine_geometry.addresses import join_dense_axes
+from deepspeed.checkpoint.affine_geometry.columns import row_ids
 from deepspeed.checkpoint.affine_geometry.strides import product
 
 # Power of `scale` by which a shard holds each state: gradients carry 1/s, and the moments are of first and second
@@ -26,7 +29,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def rebuild(affine_map, shards, scale_power):
     """Return the whole parameter; see ``ParamAffineMap.rebuild``."""
     columns = affine_map.columns
-    check_shards(columns)
+    check_exact_shards(columns)
     _refuse_scaled_state(columns, scale_power)
     flat_shards = _flat_shards(affine_map, shards)
     check_source(affine_map)
@@ -39,16 +42,17 @@ def rebuild(affine_map, shards, scale_power):
     _check_arithmetic(columns, some.dtype)
     full = torch.empty(affine_map.numel, dtype=some.dtype, device=some.device)
     write = _writer(affine_map, full)
-    for rank, pieces in affine_map.pieces_by_rank.items():
-        for piece in pieces:
+    for rank, start in zip(columns.shard_ids.tolist(), columns.shard_starts.tolist()):
+        for number, piece in enumerate(affine_map.pieces_by_rank.get(rank, ()), start):
             if piece.numel:
                 block = piece.dest_view(flat_shards[rank]).to(full.device)
-                write(piece, _scaled(block, piece.scale, scale_power))
+                write(number, piece, _scaled(block, piece.scale, scale_power))
     return full.view(affine_map.logical_shape)
 
 
 def extract(affine_map, full_param, rank, scale_power):
     """Return the shard of one location; see ``ParamAffineMap.extract``."""
+    check_tensor(full_param, 'The parameter')
     columns = affine_map.columns
     _refuse_scaled_state(columns, scale_power)
     if rank not in affine_map.shard_shapes:
@@ -56,7 +60,7 @@ def extract(affine_map, full_param, rank, scale_power):
     if full_param.numel() != affine_map.numel:
         raise ValueError(f'The parameter has {full_param.numel()} elements, but the map describes {affine_map.numel}, '
                          f'shape {affine_map.logical_shape}.')
-    check_shards(columns)
+    check_exact_shards(columns)
     check_source(affine_map)
     _check_arithmetic(columns, full_param.dtype)
     shape = affine_map.shard_shapes[rank]
@@ -88,10 +92,17 @@ def _refuse_scaled_state(columns, scale_power):
 
 
 def _check_arithmetic(columns, dtype):
-    if not (dtype.is_floating_point or dtype.is_complex) and (columns.scale != 1.0).any():
+    if not has_division(dtype) and (columns.scale != 1.0).any():
         piece = int(np.argmax(columns.scale != 1.0))
-        raise ValueError(f'Rank {columns.rank(piece)} holds a piece times {columns.scale[piece]}, which {dtype} '
-                         'values cannot be divided by exactly; move integers and booleans through unscaled maps only.')
+        raise ValueError(
+            f'Rank {columns.rank(piece)} holds a piece times {columns.scale[piece]}, which {dtype} '
+            'values cannot be divided by; move integers, booleans and eight-bit floats through unscaled maps '
+            'only.')
+
+
+def has_division(dtype):
+    """Whether values can be scaled: torch has no arithmetic of eight-bit floats, and that of integers is not exact."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def _check_writable(columns):
@@ -111,6 +122,7 @@ def _flat_shards(affine_map, shards):
     for rank, shard in shards.items():
         if rank not in expected:
             raise ValueError(f'A shard is given for rank {rank}, but the map describes shards of {listed(expected)}.')
+        check_tensor(shard, f'The shard of rank {rank}')
         if shard.numel() != expected[rank]:
             raise ValueError(f'The shard of rank {rank} has {shard.numel()} elements, but the map describes '
                              f'{expected[rank]}, shape {affine_map.shard_shapes[rank]}.')
@@ -127,25 +139,28 @@ def _flat_shards(affine_map, shards):
 def _writer(affine_map, full):
     """Return what puts a block into the flat parameter ``full`` and holds it against what is there already.
 
-    Replicas mostly are the same block again, and then one look at where a block starts tells whether to copy or to
-    compare. Where blocks overlap in another way, a byte per element keeps what has been written.
+    It takes the number of a piece, the piece and its block. Replicas mostly are the same elements again, and then one
+    look at which elements a piece has tells whether to copy or to compare. Where blocks overlap in another way, a byte
+    per element keeps what has been written.
     """
     columns = affine_map.columns
-    blocks = np.concatenate((columns.source_offset[:, None], columns.shape, columns.source_strides), axis=1)
-    _, first = np.unique(blocks, axis=0, return_index=True)
-    if columns.volume[first].sum() == affine_map.numel:
-        return _block_writer(full)
+    filled = np.flatnonzero(columns.volume)
+    # However a piece lists its axes, the same elements get the same row.
+    extent, strides = join_dense_axes(columns.shape[filled], columns.source_strides[filled])
+    ids, first = row_ids(columns.source_offset[filled], extent, strides)
+    if columns.volume[filled[first]].sum() == affine_map.numel:
+        return _block_writer(full, dict(zip(filled.tolist(), ids.tolist())))
     return _element_writer(full)
 
 
-def _block_writer(full):
+def _block_writer(full, elements):
+    """``elements`` maps a piece to an id of its elements: equal ids are the same elements, others share none."""
     written = set()
 
-    def write(piece, block):
+    def write(number, piece, block):
         target = piece.source_view(full)
-        place = (piece.source_offset, piece.shape, piece.source_strides)
-        if place not in written:
-            written.add(place)
+        if elements[number] not in written:
+            written.add(elements[number])
             target.copy_(block)
         elif not _same_data(target, block):
             raise _disagreement(piece)
@@ -156,7 +171,7 @@ def _block_writer(full):
 def _element_writer(full):
     written = torch.zeros(full.numel(), dtype=torch.bool, device=full.device)
 
-    def write(piece, block):
+    def write(number, piece, block):
         target, marks = piece.source_view(full), piece.source_view(written)
         if not _same_data(target[marks], block[marks]):
             raise _disagreement(piece)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from deepspeed.checkpoint.affine.blocks import Blocks, box_shape, parameter_blocks
 from deepspeed.checkpoint.affine.canonical import canonical_map
 from deepspeed.checkpoint.affine.overlay import Layer, cut_at_layers, join_locations
+from deepspeed.checkpoint.affine.param_map import as_map
 from deepspeed.checkpoint.affine.regions import held_regions
 
 
@@ -65,6 +66,8 @@ def check_parts(maps, operation):
     """Raise unless there is at least one map and no location belongs to two of them."""
     if not maps:
         raise ValueError(f'{operation} needs at least one map.')
+    for number, part in enumerate(maps):
+        as_map(part, f'{operation}: map {number}')
     check_disjoint_locations([part.columns.shard_ids.tolist() for part in maps], operation)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from deepspeed.checkpoint.affine.blocks import (HoldersError, box_shape, check_dest, describe_piece, parameter_blocks,
                                                 placed_blocks)
+from deepspeed.checkpoint.affine.checks import WALK_LIMIT
 from deepspeed.checkpoint.affine.regions import covers, count_uncovered, held_regions, uncovered_boxes
 from deepspeed.checkpoint.affine_geometry.addresses import (AddressCollisionError, AddressLayoutError,
                                                             check_addresses_apart)
@@ -109,11 +110,14 @@ def uncovered_flat_offsets(affine_map):
 
     Raises:
         NotABlockError: a piece that is no block of the parameter.
-        ValueError: a piece that leaves the parameter or its shard.
+        ValueError: a piece that leaves the parameter or its shard, more than 2**28 offsets.
     """
     shape = affine_map.logical_shape
     blocks = placed_blocks(affine_map.columns, shape)
     lower, upper = uncovered_boxes(blocks.lower, blocks.upper, shape)
+    if (upper - lower).astype(np.float64).prod(axis=1).sum() > WALK_LIMIT:
+        raise ValueError(f'No shard holds more than 2**28 elements of the parameter of shape {tuple(shape)}, too many '
+                         'to list each. validate_coverage says how many and which is the first.')
     strides = row_major_strides(box_shape(shape))
     owner, offsets = np.arange(len(lower)), lower @ np.array(strides, np.int64)
     for axis, stride in enumerate(strides):

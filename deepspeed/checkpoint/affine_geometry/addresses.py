@@ -15,8 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed.checkpoint.affine_geometry.columns import KEY_LIMIT, grouped_keys, row_ids
+from deepspeed.checkpoint.affine_geometry.columns import KEY_LIMIT, expand_ranges, grouped_keys, row_ids
 from deepspeed.checkpoint.affine_geometry.cover import find_overlap, unbalanced_groups
+
+# A block of few axes that carries becomes a handful of boxes; only a hostile one of many axes becomes more.
+_BOXES_PER_BLOCK = 256
 
 
 class AddressLayoutError(ValueError):
@@ -96,6 +99,32 @@ def join_dense_axes(extent, strides):
     return extent[:, used], strides[:, used]
 
 
+def split_dense_axes(offset, extent, strides, limit):
+    """Cut blocks until none has an axis that continues another, so that their strides are those that joining leaves.
+
+    Returns:
+        ``(block, offset, extent)``: int64[m], int64[m], int64[m, N]; part k belongs to block ``block[k]`` and steps
+        with its strides.
+
+    Raises:
+        AddressLayoutError: more than ``limit`` parts.
+    """
+    inner = np.where(extent > 1, extent * strides, 0)
+    continues = (extent > 1) & (strides[:, :, None] == inner[:, None, :]).any(axis=2)
+    turns = np.where(continues, extent, 1)
+    # Counted as floats, which cannot wrap.
+    if turns.astype(np.float64).prod(axis=1).sum() > limit:
+        raise AddressLayoutError(int(turns.astype(np.float64).prod(axis=1).argmax()),
+                                 f'its addresses are boxes only in more than {limit} parts')
+    counts = turns.prod(axis=1)
+    block, index = expand_ranges(np.zeros_like(counts), counts)
+    part_offset = offset[block].copy()
+    for axis in range(extent.shape[1] - 1, -1, -1):
+        index, step = np.divmod(index, turns[block, axis])
+        part_offset += step * strides[block, axis]
+    return block, part_offset, np.where(continues, 1, extent)[block]
+
+
 def _spans(shard, first, last):
     """Number the groups of blocks whose hulls touch, and give each group's first address."""
     order = np.lexsort((first, shard))
@@ -153,6 +182,9 @@ def _digits(span, start, chain, offset, extent, strides):
     block = np.arange(len(span))
     for digit in range(depth - 1, 0, -1):
         block, own, lower, size = _carry(digit, block, own, lower, size)
+        if len(block) > _BOXES_PER_BLOCK * len(span):
+            worst = int(np.bincount(block).argmax())
+            raise AddressLayoutError(worst, 'its addresses carry over so many strides that they are no few boxes')
     return AddressBoxes(block, span[block], lower, lower + size, chain, start)
 
 

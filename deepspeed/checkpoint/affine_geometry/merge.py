@@ -84,6 +84,8 @@ def _merge_axis(blocks, axis):
         return blocks
     here, there, at = here[follows], there[follows], np.flatnonzero(follows)
     follows = blocks.kind[here] == blocks.kind[there]
+    # An axis along which the first view does not step has one index: there a twin is no neighbour.
+    follows &= blocks.first_strides[here, axis] > 0
     follows &= blocks.first_strides[here, axis] == blocks.first_strides[there, axis]
     for other in others:
         follows &= blocks.extent[here, other] == blocks.extent[there, other]

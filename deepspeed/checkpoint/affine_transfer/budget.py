@@ -33,10 +33,10 @@ class PlanBudget:
     """
     max_ndim: int = 8
     max_pieces_per_map: int = 1 << 24
-    max_pair_checks: int = 1 << 28
-    max_segments: int = 1 << 28
+    max_pair_checks: int = 1 << 26
+    max_segments: int = 1 << 26
     max_merge_passes: int = 8
-    max_plan_bytes: int = 1 << 36
+    max_plan_bytes: int = 1 << 33
     max_merge_checks: int = 1 << 32
 
     def __post_init__(self):

@@ -10,9 +10,10 @@ from typing import Tuple
 
 import numpy as np
 
-from deepspeed.checkpoint.affine.checks import listed
+from deepspeed.checkpoint.affine.checks import listed, shown
 from deepspeed.checkpoint.affine.views import ReadOnlyMapping
 from deepspeed.checkpoint.affine_transfer.errors import AffineTransferError
+from deepspeed.checkpoint.affine_transfer.parsing import LARGEST_ID, SMALLEST_ID
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class TransferEndpoints:
     Processes are ranks within the group that the transfer runs in. Both mappings are copied.
 
     Raises:
-        AffineTransferError: an id or a process is not an integer, or a process is negative.
+        AffineTransferError: an id or a process is not an integer or beyond int64, or a process is negative.
 
     Example::
 
@@ -74,14 +75,16 @@ def _checked(mapping: Mapping, side: str) -> ReadOnlyMapping:
                                   'location id to process')
     entries = {}
     for location, process in mapping.items():
-        entry = f'{side} endpoints entry {location!r}: {process!r}'
+        entry = f'{side} endpoints entry {shown(location)}: {shown(process)}'
         if isinstance(location, bool) or isinstance(process, bool):
             raise AffineTransferError(f'{entry}: a bool is neither a location nor a process')
         try:
             key, owner = operator.index(location), operator.index(process)
         except TypeError:
             raise AffineTransferError(f'{entry}: location and process must be integers') from None
-        if owner < 0:
+        if not SMALLEST_ID <= key <= LARGEST_ID:
+            raise AffineTransferError(f'{entry}: the location does not fit int64')
+        if not 0 <= owner <= LARGEST_ID:
             raise AffineTransferError(f'{entry}: a process is a rank within the transfer group, from 0 up')
         entries[key] = owner
     return ReadOnlyMapping(entries)

@@ -4,17 +4,19 @@
 """Prove two maps of one parameter and join them: where target blocks meet what the source holds."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from deepspeed.checkpoint.affine.blocks import Blocks, NotABlockError, WrapsError, parameter_blocks
+from deepspeed.checkpoint.affine.blocks import Blocks, NotABlockError, parameter_blocks
 from deepspeed.checkpoint.affine.columns import PieceColumns
+from deepspeed.checkpoint.affine.param_map import as_map
 from deepspeed.checkpoint.affine.regions import HeldRegions, covers, count_uncovered, held_regions
 from deepspeed.checkpoint.affine.validation import check_addresses, check_shards
 from deepspeed.checkpoint.affine_geometry.addresses import AddressLayoutError
 from deepspeed.checkpoint.affine_geometry.columns import expand_ranges, row_ids
 from deepspeed.checkpoint.affine_geometry.join import PairLimitError, overlapping_pairs
+from deepspeed.checkpoint.affine_transfer.budget import PlanBudget
 from deepspeed.checkpoint.affine_transfer.errors import AffineTransferError, InvalidMapError, UnsupportedLayoutError
 from deepspeed.checkpoint.affine_transfer.replicas import gather_reads
 
@@ -35,6 +37,15 @@ class Meetings:
     lower: np.ndarray
     upper: np.ndarray
 
+    def take(self, rows):
+        """The meetings with these numbers."""
+        return Meetings(self.target[rows], self.region[rows], self.lower[rows], self.upper[rows])
+
+    @classmethod
+    def concatenate(cls, parts):
+        """All meetings of several lists."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
     def part(self, blocks, rows, at):
         """The parts of blocks ``rows`` that lie in the meetings ``at``."""
         return blocks.cut(rows, self.lower[at], self.upper[at])
@@ -42,36 +53,55 @@ class Meetings:
 
 def compose_maps(target_map, source_map, budget, partial_targets):
     """Prove both maps and join them: ``(source, target, meetings)``."""
-    if tuple(source_map.logical_shape) != tuple(target_map.logical_shape):
-        raise InvalidMapError(
-            f'source describes a parameter of shape {tuple(source_map.logical_shape)} and target one '
-            f'of shape {tuple(target_map.logical_shape)}')
-    with _refusals('source'):
-        source = _normalized(source_map, budget, check_addresses, must_cover=True)
-    with _refusals('target'):
+    check_pair(target_map, source_map, budget)
+    source = prove_source(source_map, budget)
+    target = prove_target(target_map, budget, partial_targets)
+    return source, target, meet(source, target, budget)
+
+
+def check_pair(target_map, source_map, budget):
+    """Raise unless two maps of one logical shape and a budget are given."""
+    as_map(target_map, 'target_map')
+    as_map(source_map, 'source_map')
+    if not isinstance(budget, PlanBudget):
+        raise TypeError(f'limits must be a PlanBudget, but it is a {type(budget).__name__}')
+    if source_map.logical_shape != target_map.logical_shape:
+        raise InvalidMapError(f'source describes a parameter of shape {source_map.logical_shape} and target one of '
+                              f'shape {target_map.logical_shape}')
+
+
+def prove_source(source_map, budget):
+    """Prove a map that is read from: its shards may hold more, but it must describe the whole parameter."""
+    with refusals('source'):
+        return _normalized(source_map, budget, check_addresses, must_cover=True)
+
+
+def prove_target(target_map, budget, partial_targets):
+    """Prove a map that is written to: its shards must be exact and whole, unless partial targets are allowed."""
+    with refusals('target'):
         check = check_addresses if partial_targets else check_shards
-        target = _normalized(target_map, budget, check, must_cover=not partial_targets)
-
-    return source, target, _meet(source, target, budget)
+        return _normalized(target_map, budget, check, must_cover=not partial_targets)
 
 
-def reads_of(source, target, meetings):
-    """The reads that meetings stand for, with all holders as candidates."""
-    return gather_reads(target.columns.location_ids[target.blocks.shard[meetings.target]], source.regions,
-                        meetings.region, source.columns.location_ids, source.blocks,
-                        target.blocks.scale[meetings.target])
+def reads_of(source, target, meetings, source_ids=None, target_ids=None):
+    """The reads that meetings stand for, with all holders as candidates.
+
+    Args:
+        source_ids, target_ids: int64, location ids by shard; default: those of the maps that were proved.
+    """
+    source_ids = source.columns.location_ids if source_ids is None else source_ids
+    target_ids = target.columns.location_ids if target_ids is None else target_ids
+    return gather_reads(target_ids[target.blocks.shard[meetings.target]], source.regions, meetings.region, source_ids,
+                        source.blocks, target.blocks.scale[meetings.target])
 
 
 @contextmanager
-def _refusals(side):
+def refusals(side):
     """Turn what geometry and maps raise into the planner's errors, with the side that it was found on."""
     try:
         yield
     except AffineTransferError as error:
         raise type(error)(f'{side}: {error}') from None
-    except WrapsError as error:
-        # DeepSpeed calls such a piece invalid, too.
-        raise InvalidMapError(f'{side}: {error}') from None
     except (NotABlockError, AddressLayoutError) as error:
         raise UnsupportedLayoutError(f'{side}: {error}') from None
     except PairLimitError as error:
@@ -100,29 +130,39 @@ def _normalized(affine_map, budget, check, must_cover):
     return Side(columns, blocks, regions)
 
 
-def _meet(source, target, budget):
-    """Join target blocks with source regions; replicas of a target block are joined once and listed each."""
-    blocks, regions = target.blocks, source.regions
+def meet(source, target, budget, rows=None, regions=None):
+    """Join target blocks with source regions; replicas of a target block are joined once and listed each.
+
+    Args:
+        rows, regions: int64, numbers of the target blocks and of the source regions to join. Default: all.
+    """
+    rows = np.arange(len(target.blocks.shard)) if rows is None else rows
+    regions = np.arange(len(source.regions.holders)) if regions is None else regions
+    blocks = target.blocks.take(rows)
+    lower_regions, upper_regions = source.regions.lower[regions], source.regions.upper[regions]
     ids, first = row_ids(blocks.lower, blocks.extent)
     upper = blocks.upper
     try:
         distinct, region = overlapping_pairs(blocks.lower[first],
                                              upper[first],
-                                             regions.lower,
-                                             regions.upper,
+                                             lower_regions,
+                                             upper_regions,
                                              limit=budget.max_pair_checks)
     except PairLimitError as error:
-        raise AffineTransferError(f'{error.count} pairs of target and source blocks exceed max_pair_checks '
-                                  f'{budget.max_pair_checks}') from None
-    lower = np.maximum(blocks.lower[first[distinct]], regions.lower[region])
-    upper = np.minimum(upper[first[distinct]], regions.upper[region])
+        raise _too_many_pairs(error.count, budget) from None
+    lower = np.maximum(blocks.lower[first[distinct]], lower_regions[region])
+    upper = np.minimum(upper[first[distinct]], upper_regions[region])
     if len(first) == len(ids):
-        return Meetings(first[distinct], region, lower, upper)
+        return Meetings(rows[first[distinct]], regions[region], lower, upper)
     order = np.argsort(ids, kind='stable')
     starts = np.searchsorted(ids[order], np.arange(len(first) + 1))
     count = int(np.diff(starts)[distinct].sum())
     if count > budget.max_pair_checks:
-        raise AffineTransferError(f'{count} pairs of target and source blocks exceed max_pair_checks '
-                                  f'{budget.max_pair_checks}')
+        raise _too_many_pairs(count, budget)
     pair, at = expand_ranges(starts[distinct], starts[distinct + 1])
-    return Meetings(order[at], region[pair], lower[pair], upper[pair])
+    return Meetings(rows[order[at]], regions[region[pair]], lower[pair], upper[pair])
+
+
+def _too_many_pairs(count, budget):
+    return AffineTransferError(f'{count} pairs of target and source blocks exceed max_pair_checks '
+                               f'{budget.max_pair_checks}')

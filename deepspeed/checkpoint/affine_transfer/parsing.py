@@ -10,7 +10,7 @@ from deepspeed.checkpoint.affine.checks import MAX_ELEMENTS, is_invertible, show
 from deepspeed.checkpoint.affine_transfer.errors import AffineTransferError
 
 # A location id is a name and no address: any int64 will do.
-LARGEST_ID = 2**63 - 1
+SMALLEST_ID, LARGEST_ID = -2**63, 2**63 - 1
 
 
 def expect_keys(entry, where: str, required: Sequence[str], optional: Sequence[str] = ()) -> None:
@@ -41,7 +41,7 @@ def integer(value, where: str, low: int) -> int:
 
 def location(value, where: str) -> int:
     """Require the id of a location."""
-    return _between(value, where, -LARGEST_ID, LARGEST_ID)
+    return _between(value, where, SMALLEST_ID, LARGEST_ID)
 
 
 def integers(value, where: str, low: int) -> Tuple[int, ...]:

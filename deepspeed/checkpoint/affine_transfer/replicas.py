@@ -8,12 +8,15 @@ are closed rules over columns, the same on every process. A callable is asked on
 choice, with the same requests as in DeepSpeed.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Tuple
+from typing import Mapping, Optional, Tuple
 
 import numpy as np
 
+from deepspeed.checkpoint.affine.checks import listed, mapping, shown
 from deepspeed.checkpoint.affine_geometry.columns import expand_ranges, row_ids
+from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer.errors import InvalidReplicaPolicyError, UnsupportedLayoutError
 
 
@@ -69,7 +72,12 @@ def gather_reads(target_rank, regions, region, location_ids, source_blocks, targ
     """List the candidates of reads: read k takes ``region[k]`` into a shard of ``target_rank[k]``."""
     read, at = expand_ranges(regions.starts[region], regions.starts[region + 1])
     block = regions.blocks[at]
-    return Reads(target_rank, regions.holders[region], read, block, location_ids[source_blocks.shard[block]],
+    source_rank = location_ids[source_blocks.shard[block]]
+    # Regions list holders in the order of the ids that they were proved with; these may be others.
+    if ((source_rank[1:] < source_rank[:-1]) & (read[1:] == read[:-1])).any():
+        order = np.lexsort((source_rank, read))
+        block, source_rank = block[order], source_rank[order]
+    return Reads(target_rank, regions.holders[region], read, block, source_rank,
                  source_blocks.scale[block] == target_scale[read])
 
 
@@ -92,33 +100,96 @@ def without_rescaling(reads):
     return reads
 
 
-def first_holder(reads, endpoints):
+@dataclass(frozen=True)
+class Topology:
+    """Where locations are: ``endpoints`` (location to process) and ``nodes`` (process to node), or None if unknown."""
+    endpoints: Optional[TransferEndpoints] = None
+    nodes: Optional[Mapping] = None
+
+    def __post_init__(self):
+        for process, node in {} if self.nodes is None else mapping(self.nodes, 'nodes').items():
+            if type(process) is not int or type(node) is not int:
+                raise InvalidReplicaPolicyError(f'nodes has {shown(process)}: {shown(node)}; expected ints, a process '
+                                                'and its node')
+
+    def processes(self, reads):
+        """The process of every candidate, int64[C], and of every target, int64[R]."""
+        if not isinstance(self.endpoints, TransferEndpoints):
+            raise InvalidReplicaPolicyError('this replica policy needs endpoints: pass TransferEndpoints(source, '
+                                            'target), which say the process of every location')
+        return (self.endpoints.source_processes(reads.source_rank), self.endpoints.target_processes(reads.target_rank))
+
+    def nodes_of(self, processes):
+        """The node of processes, int64[n]; without nodes every process is alone on one."""
+        if self.nodes is None:
+            return processes
+        distinct, where = np.unique(processes, return_inverse=True)
+        missing = [process for process in distinct.tolist() if process not in self.nodes]
+        if missing:
+            raise InvalidReplicaPolicyError(f'nodes does not say the node of processes {listed(missing)}')
+        return np.array([self.nodes[process] for process in distinct.tolist()], np.int64)[where]
+
+
+def first_holder(reads, topology, members):
     """The holder with the lowest location id, but one of the target's own scale before any other."""
-    return _first(reads, np.where(reads.same_scale, 0, 1))
+    return _first(reads, np.where(reads.same_scale, 0, 1))[None]
 
 
-def local_first_least_loaded(reads, endpoints):
-    """The target's own process before any other; else holders take turns.
+def local_first_least_loaded(reads, topology, members):
+    """The target's own process before its node, and that before any other; among equals, holders take turns.
 
-    The targets that read from one set of holders are numbered in the order of their location ids, and the k-th of
-    them starts at the k-th holder. That spreads equal reads evenly and needs no running total.
+    The n targets that read from one set of holders at one distance are numbered in the order of their location ids.
+    In the parameter with number ``phase`` among those of equal maps the k-th of them starts at holder
+    ``k + phase * n``. That spreads equal reads evenly over a model and needs no running total, so every process
+    finds the same answer for the reads that it knows.
     """
-    if endpoints is None:
-        raise InvalidReplicaPolicyError('local_first_least_loaded needs endpoints: pass TransferEndpoints(source, '
-                                        'target), which say the process of every location')
-    near = endpoints.source_processes(reads.source_rank) == endpoints.target_processes(reads.target_rank)[reads.read]
-    count = np.bincount(reads.read, minlength=len(reads.target_rank))
-    position = np.arange(len(reads.read)) - (np.cumsum(count) - count)[reads.read]
-    turn = _turns(reads)[reads.read]
-    away = (position - turn) % count[reads.read]
-    return _first(reads, np.where(near, 0, 1 + np.where(reads.same_scale, 0, count.max(initial=0)) + away))
+    near = nearest(reads, topology)
+    place, readers = _turns(near.reads, near.distance)
+    # After as many parameters as any number of holders divides, all turns repeat.
+    period = min(members, math.lcm(*np.unique(near.count).tolist()))
+    turns = place + np.arange(period)[:, None] * readers
+    return near.reads.block[near.first + turns % near.count]
 
 
-def _turns(reads):
-    """Each read's target as its place among the targets that read from the same holders: int64[R]."""
-    pair, first = row_ids(reads.holders, reads.target_rank)
-    holders = reads.holders[first]
-    return (np.arange(len(first)) - np.searchsorted(holders, holders))[pair]
+@dataclass(frozen=True)
+class Nearest:
+    """Reads with only their nearest candidates.
+
+    Attributes:
+        reads: as ``Reads``. first, count: int64[R], where a read's candidates start, and how many it has.
+        distance: int64[R], one number per kind of distance (own process, each own node, elsewhere) and of scale (the
+            target's own, another). Reads of one holder set and one distance have the same candidates.
+        local: bool[R], whether the target's own process holds the region.
+    """
+    reads: Reads
+    first: np.ndarray
+    count: np.ndarray
+    distance: np.ndarray
+    local: np.ndarray
+
+
+def nearest(reads, topology):
+    """Leave the candidates that are nearest to their target; of those, the ones of its own scale if there are any."""
+    source, target = topology.processes(reads)
+    here, there = topology.nodes_of(source), topology.nodes_of(target)
+    far = np.where(source == target[reads.read], 0, np.where(here == there[reads.read], 1, 2))
+    rank = 2 * far + np.where(reads.same_scale, 0, 1)
+    starts = np.searchsorted(reads.read, np.arange(len(target)))
+    best = np.minimum.reduceat(rank, starts) if len(target) else rank
+    kept = reads.take(rank == best[reads.read])
+    count = np.bincount(kept.read, minlength=len(target))
+    # Reads from one's own node are dealt out among that node's targets alone.
+    distance = 2 * np.where(best // 2 == 1, 3 + there, best // 2) + best % 2
+    return Nearest(kept, np.cumsum(count) - count, count, distance, best // 2 == 0)
+
+
+def _turns(reads, distance):
+    """Each read's place among the readers of its holders, and how many these are: int64[R] each."""
+    reader, first = row_ids(reads.holders, distance, reads.target_rank)
+    group, _ = row_ids(reads.holders[first], distance[first])
+    place = np.arange(len(first)) - np.searchsorted(group, group)
+    readers = np.bincount(group)
+    return place[reader], readers[group][reader]
 
 
 def _first(reads, penalty):
@@ -129,6 +200,8 @@ def _first(reads, penalty):
     return reads.block[order[starts]]
 
 
+# Called with reads, topology and the number of parameters that make these reads. The parameter with number k takes its
+# blocks from row k, modulo the number of rows, of the int64[rows, R] that is returned.
 POLICIES = {'first_holder': first_holder, 'local_first_least_loaded': local_first_least_loaded}
 
 

@@ -10,15 +10,15 @@ function of the target address that is affine in the digits. Two such functions 
 agree at one corner and at one step from it along each digit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from deepspeed.checkpoint.affine_geometry.addresses import (AddressCollisionError, AddressLayoutError, address_boxes,
-                                                            check_addresses_apart)
-from deepspeed.checkpoint.affine_geometry.join import overlapping_pairs
+                                                            check_addresses_apart, split_dense_axes)
+from deepspeed.checkpoint.affine_geometry.join import PairLimitError, overlapping_pairs
 from deepspeed.checkpoint.affine_transfer.budget import PlanBudget
-from deepspeed.checkpoint.affine_transfer.errors import InvalidMapError, UnsupportedLayoutError
+from deepspeed.checkpoint.affine_transfer.errors import AffineTransferError, InvalidMapError, UnsupportedLayoutError
 from deepspeed.checkpoint.affine_transfer.meetings import compose_maps, reads_of
 
 
@@ -38,7 +38,8 @@ def check_plan(plan, target_map, source_map, limits=None, *, partial_targets=Fal
         raise InvalidMapError(
             f'the plan moves a parameter of shape {plan.logical_shape}, the maps describe one of shape '
             f'{target_map.logical_shape}')
-    source, target, meetings = compose_maps(target_map, source_map, limits or PlanBudget(), partial_targets)
+    budget = limits or PlanBudget()
+    source, target, meetings = compose_maps(target_map, source_map, budget, partial_targets)
     reads = reads_of(source, target, meetings)
     columns = plan.columns
     written = meetings.part(target.blocks, meetings.target, np.arange(len(meetings.target)))
@@ -48,11 +49,15 @@ def check_plan(plan, target_map, source_map, limits=None, *, partial_targets=Fal
         raise InvalidMapError(f'the plan writes {moved} elements, the target shards take {wanted}')
     if not len(columns):
         return
-    overlaps = _overlaps(columns, reads.target_rank, written)
+    overlaps = _overlaps(columns, reads.target_rank, written, budget)
     candidate = _candidates(columns, reads, overlaps)
     read = meetings.part(source.blocks, reads.block[candidate], overlaps.meeting)
     _check_scales(columns, overlaps, read, written)
     _check_addresses(columns, overlaps, read, written.take(overlaps.meeting))
+
+
+# Segments of a truthful plan meet only themselves; this many more meetings are looked at to name two that collide.
+_TANGLE_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -67,23 +72,23 @@ class _Overlaps:
     steps: np.ndarray
 
 
-def _overlaps(columns, target_rank, written):
+def _overlaps(columns, target_rank, written, budget):
     """Join segments and meetings by target address; together they must be the same addresses."""
+    limit = _TANGLE_LIMIT + len(columns) + len(target_rank)
     try:
-        check_addresses_apart(columns.target_rank, columns.target_offset, columns.shape, columns.target_strides)
-        axes = max(columns.ndim, written.extent.shape[1])
-        boxes = address_boxes(np.concatenate([columns.target_rank, target_rank]),
-                              np.concatenate([columns.target_offset, written.offset]),
-                              _stack(columns.shape, written.extent, axes, 1),
-                              _stack(columns.target_strides, written.strides, axes, 0))
+        check_addresses_apart(columns.target_rank, columns.target_offset, columns.shape, columns.target_strides, limit)
+        boxes = _boxes(columns, target_rank, written)
+        ours = boxes.block < len(columns)
+        mine, theirs = np.flatnonzero(ours), np.flatnonzero(~ours)
+        i, j = overlapping_pairs(boxes.lower[mine], boxes.upper[mine], boxes.lower[theirs], boxes.upper[theirs],
+                                 boxes.span[mine], boxes.span[theirs], max(limit, budget.max_pair_checks))
     except AddressCollisionError as error:
         raise InvalidMapError(f'plan segments {error.blocks} write the same target addresses') from None
     except AddressLayoutError as error:
         raise UnsupportedLayoutError(f'the plan cannot be proved: {error}') from None
-    ours = boxes.block < len(columns)
-    mine, theirs = np.flatnonzero(ours), np.flatnonzero(~ours)
-    i, j = overlapping_pairs(boxes.lower[mine], boxes.upper[mine], boxes.lower[theirs], boxes.upper[theirs],
-                             boxes.span[mine], boxes.span[theirs])
+    except PairLimitError as error:
+        raise AffineTransferError(f'plan segments meet target pieces {error.count} times; proving that exceeds '
+                                  f'max_pair_checks {error.limit}') from None
     i, j = mine[i], theirs[j]
     lower, upper = np.maximum(boxes.lower[i], boxes.lower[j]), np.minimum(boxes.upper[i], boxes.upper[j])
     if int((upper - lower).prod(axis=1).sum()) != int(columns.numel.sum()):
@@ -95,6 +100,23 @@ def _overlaps(columns, target_rank, written):
     steps = boxes.strides[boxes.span[i]]
     address = boxes.start[boxes.span[i]] + (lower * steps).sum(axis=1)
     return _Overlaps(boxes.block[i], boxes.block[j] - len(columns), address, np.where(upper - lower > 1, steps, 0))
+
+
+def _boxes(columns, target_rank, written):
+    """Target addresses of all segments and then of all meetings as boxes; ``block`` numbers them in that order."""
+    axes = max(columns.ndim, written.extent.shape[1])
+    rank = np.concatenate([columns.target_rank, target_rank])
+    offset = np.concatenate([columns.target_offset, written.offset])
+    extent = _stack(columns.shape, written.extent, axes, 1)
+    strides = _stack(columns.target_strides, written.strides, axes, 0)
+    try:
+        return address_boxes(rank, offset, extent, strides)
+    except AddressLayoutError:
+        # Strides may divide each other only once rows that continue each other count as one. Source addresses
+        # need not continue there, so the rows are taken apart instead of joined.
+        owner, offset, extent = split_dense_axes(offset, extent, strides, _TANGLE_LIMIT + len(rank))
+        boxes = address_boxes(rank[owner], offset, extent, strides[owner])
+        return replace(boxes, block=owner[boxes.block])
 
 
 def _stack(one, other, axes, fill):

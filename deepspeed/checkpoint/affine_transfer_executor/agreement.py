@@ -3,13 +3,14 @@
 # DeepSpeed Team
 """All processes agree on what is about to happen, or all of them refuse it with the same words."""
 
+import time
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel, WaitFailed
 from deepspeed.checkpoint.affine_transfer_executor.digest import PROTOCOL_VERSION
-from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained
 from deepspeed.checkpoint.affine_transfer_executor.prepare import TERMS
 
 # The size of a row never changes, in any version: a gloo receive of another size aborts the process.
@@ -17,6 +18,8 @@ ROW = 32
 VERSION, REFUSED, FIRST_TERM = 0, 1, 2
 REASON_BYTES = 1024
 NAMED = 4
+# What it means that the group breaks before all have agreed.
+BROKE_BEFORE = 'the transfer broke before it began and no target has changed'
 
 
 def agree(channel: Channel, terms: Optional[Dict[str, bytes]], reason: str, timeout: float) -> None:
@@ -33,22 +36,42 @@ def agree(channel: Channel, terms: Optional[Dict[str, bytes]], reason: str, time
             some do not come in time.
     """
     _refuse_broken(channel)
+    # Made before the first exchange: whoever takes part in it must be able to take part in the second.
+    row, text = _row(terms), _encoded(reason)
+    with channel.ending(BROKE_BEFORE):
+        objection = _objection(*_exchange(channel, row, text, timeout))
+    if objection:
+        raise AffineTransferExecutionError(objection)
+
+
+def _exchange(channel: Channel, row: torch.Tensor, text: torch.Tensor,
+              timeout: float) -> Tuple[List[torch.Tensor], List[torch.Tensor]]:
+    """Everybody's rows, and the reasons if anybody refuses."""
     channel.board.arrive()
+    began = time.monotonic()
     try:
-        rows = channel.gather(_row(terms), timeout)
-        refused = [rank for rank, row in enumerate(rows) if row[REFUSED]]
+        rows = channel.gather(row, timeout)
         # Reasons are long and rare: a second exchange, in which all take part as all know of it.
-        texts = channel.gather(_encoded(reason), timeout) if refused else []
+        return rows, channel.gather(text, timeout) if _refused(rows) else []
     except WaitFailed as failure:
-        _nobody_came(channel, failure, timeout)
+        raise Explained(_nobody_came(channel, failure, timeout, time.monotonic() - began)) from failure
+
+
+def _objection(rows: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> str:
+    """Why the transfer is refused, on every process in the same words, or nothing."""
+    refused = _refused(rows)
     if refused:
-        raise AffineTransferExecutionError('the transfer was refused before it began and no target has changed: ' +
-                                           '; '.join(_refusals(refused, texts)))
+        return ('the transfer was refused before it began and no target has changed: ' +
+                '; '.join(_refusals(refused, texts)))
     differences = _differences(rows)
     if differences:
-        raise AffineTransferExecutionError('processes do not have the same transfer schedule, so the transfer was '
-                                           'refused before it began and no target has changed: ' +
-                                           '; '.join(differences))
+        return ('processes do not have the same transfer schedule, so the transfer was refused before it began and '
+                'no target has changed: ' + '; '.join(differences))
+    return ''
+
+
+def _refused(rows: Sequence[torch.Tensor]) -> List[int]:
+    return [rank for rank, row in enumerate(rows) if row[REFUSED]]
 
 
 def _row(terms: Optional[Dict[str, bytes]]) -> torch.Tensor:
@@ -63,7 +86,7 @@ def _row(terms: Optional[Dict[str, bytes]]) -> torch.Tensor:
 
 
 def _encoded(reason: str) -> torch.Tensor:
-    data = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b'\0')
+    data = reason.encode(errors='backslashreplace')[:REASON_BYTES].ljust(REASON_BYTES, b'\0')
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
@@ -112,11 +135,14 @@ def _refuse_broken(channel: Channel) -> None:
                                            f'began: {broken}. Join a new group')
 
 
-def _nobody_came(channel: Channel, failure: WaitFailed, timeout: float) -> None:
+def _nobody_came(channel: Channel, failure: WaitFailed, timeout: float, waited: float) -> str:
     missing = channel.board.missing(channel.size)
-    if missing:
+    # gloo's clock is coarser than ours.
+    lost = waited < 0.99 * timeout
+    if missing and lost:
+        what = f'lost a connection after {waited:.1f} seconds, while {named(missing)} had not begun the transfer'
+    elif missing:
         what = f'waited {timeout:g} seconds for {named(missing)} to begin the transfer, in vain'
     else:
         what = f'could not exchange the transfer schedule with {named(failure.pending.peers)}'
-    report = f'process {channel.rank} {what} ({failure})'
-    raise channel.leave('the transfer broke before it began and no target has changed', report) from failure
+    return f'{what} ({failure})'

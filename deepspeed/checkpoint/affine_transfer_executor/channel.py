@@ -4,15 +4,17 @@
 """Raw bytes between the processes of a group, over any kind of group that torch has."""
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, List, Sequence, Tuple
+from typing import Any, Iterator, List, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, _get_process_group_store
 
-from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, described
 from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
 
 # Backends that move accelerator memory; every other one is handed CPU memory.
@@ -59,14 +61,14 @@ class Channel:
         """The channel of a ProcessGroup, a Backend, a TransferGroup, or (None) the default group.
 
         Raises:
-            AffineTransferExecutionError: there is no such group, or this process is not in it.
+            AffineTransferExecutionError: there is no such group, this process is not in it, or it is no group.
         """
         if group is None:
             if not dist.is_initialized():
                 raise AffineTransferExecutionError('no group was given and torch.distributed is not initialised; '
                                                    'give a group, see join_transfer_group, or use apply_plan')
             group = dist.group.WORLD
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise AffineTransferExecutionError('this process is not in the group that it was given')
         store = getattr(group, 'notice_store', None)
         if isinstance(group, dist.ProcessGroup):
@@ -74,6 +76,11 @@ class Channel:
             backend = _backend_of(group)
         else:
             backend = getattr(group, 'backend', group)
+        if not isinstance(backend, Backend):
+            # Nothing to agree over: the others cannot hear of it.
+            raise AffineTransferExecutionError(
+                f'group is a {type(group).__name__}; expected a torch.distributed process '
+                'group, one from join_transfer_group, or None for the default group')
         board = NoticeBoard(store, backend.rank())
         return cls(backend, backend.rank(), backend.size(), _message_device(backend), board)
 
@@ -86,7 +93,8 @@ class Channel:
         row = row.to(self.device)
         rows = [torch.empty_like(row) for _ in range(self.size)]
         options = AllgatherOptions()
-        options.timeout = timedelta(seconds=timeout)
+        # gloo takes zero milliseconds to mean the group's own timeout.
+        options.timeout = timedelta(seconds=max(timeout, 0.001))
         everyone = tuple(rank for rank in range(self.size) if rank != self.rank)
         pending = Pending('the agreement', everyone, None)
         try:
@@ -141,12 +149,34 @@ class Channel:
             what: what broke, and what it means for the targets.
             report: how it broke on this process.
         """
-        began = self.board.broken()
-        self.board.report(report)
-        self.hang_up()
+        began = None
+        try:
+            began = self.board.broken()
+            self.board.report(report)
+        finally:
+            self.hang_up()
         suffix = f'. It began elsewhere: {began}' if began else ''
         return AffineTransferExecutionError(f'{what}: {report}{suffix}. This group cannot be used any more; join a '
                                             'new one')
+
+    @contextmanager
+    def ending(self, what: str) -> Iterator[None]:
+        """End the group if anything is raised inside: the others wait for messages of this process, which must
+        never meet those of a later transfer.
+
+        Args:
+            what: as ``leave`` takes it.
+
+        Raises:
+            AffineTransferExecutionError: for any Exception; what interrupts the process is raised as it is.
+        """
+        try:
+            yield
+        except BaseException as error:
+            broken = self.leave(what, f'process {self.rank} {described(error)}')
+            if not isinstance(error, Exception):
+                raise
+            raise broken from error
 
     def hang_up(self) -> None:
         """Break the connections of this process, so that those who wait for it hear of it now.

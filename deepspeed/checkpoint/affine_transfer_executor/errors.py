@@ -10,3 +10,18 @@ class AffineTransferExecutionError(ValueError):
     Refused: every process of the group raises it, no target has changed and the group can be used again.
     Broken (a peer died or was late): targets may be partly written, and the group cannot be used again.
     """
+
+
+class Explained(Exception):
+    """A failure whose text says all there is to say."""
+
+
+def described(error: BaseException) -> str:
+    """What an exception says, in characters that can be sent and printed. It may be anybody's: nothing is trusted."""
+    try:
+        text = str(error)
+    except Exception:
+        text = 'its text cannot be made'
+    kind = type(error).__name__
+    words = text if isinstance(error, (ValueError, Explained)) else f'{kind}: {text}' if text else kind
+    return words.encode(errors='backslashreplace').decode()

@@ -3,20 +3,21 @@
 # DeepSpeed Team
 """Run plans: over a process group, or within one process."""
 
-import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Dict, Iterable, List, Optional, Tuple
 
 import torch
 
 from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer.plan import TransferPlan
-from deepspeed.checkpoint.affine_transfer_executor.agreement import agree, named, numbers
+from deepspeed.checkpoint.affine_transfer_executor.agreement import BROKE_BEFORE, agree, named, numbers
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel, WaitFailed
-from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_executor.errors import Explained, described
 from deepspeed.checkpoint.affine_transfer_executor.moving import Message, copy_locally, pack, unpack
-from deepspeed.checkpoint.affine_transfer_executor.prepare import Prepared, prepare
+from deepspeed.checkpoint.affine_transfer_executor.patience import checked_timeout
+from deepspeed.checkpoint.affine_transfer_executor.prepare import Prepared, check_request, prepare
 from deepspeed.checkpoint.affine_transfer_executor.requests import StagingBudget, TransferRequest, TransferStats
 from deepspeed.checkpoint.affine_transfer_executor.schedule import Link
 
@@ -46,7 +47,7 @@ def execute_transfer(plan: TransferPlan,
         budget: staging memory.
         group: a torch.distributed process group, one from ``join_transfer_group``, or None for the default.
         target_dtype: dtype of the targets, where it is another: values are cast before they are sent.
-        timeout: seconds to wait for any process, at the agreement and in each round.
+        timeout: seconds to wait for any process, at the agreement and in each round; at most a million.
         name: how errors call the parameter.
 
     Returns:
@@ -81,17 +82,17 @@ def execute_transfers(requests: Iterable[TransferRequest],
 
         execute_transfers([TransferRequest(plan, sources, targets, name='norm')], endpoints, torch.bfloat16)
     """
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-        raise AffineTransferExecutionError(f'timeout is {timeout!r}; expected a positive number of seconds')
     channel = Channel.of(group)
-    prepared, reason = None, ''
-    try:
-        prepared = prepare(requests, endpoints, dtype, target_dtype, budget, channel.rank, channel.size)
-    except Exception as error:
-        # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
-        reason = str(error) if isinstance(error, ValueError) else f'{type(error).__name__}: {error}'
-    agree(channel, prepared.terms if prepared else None, reason, timeout)
-    return _run(prepared, channel, timeout)
+    prepared, reason, patience = None, '', DEFAULT_TIMEOUT
+    with channel.ending(BROKE_BEFORE):
+        try:
+            patience = checked_timeout(timeout)
+            prepared = prepare(requests, endpoints, dtype, target_dtype, budget, channel.rank, channel.size)
+        except Exception as error:
+            # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
+            reason = described(error)
+    agree(channel, prepared.terms if prepared else None, reason, patience)
+    return _run(prepared, channel, patience)
 
 
 def apply_plan(plan: TransferPlan,
@@ -119,10 +120,11 @@ def apply_plan(plan: TransferPlan,
 
         apply_plan(plan, {0: full}, {0: torch.empty(8), 1: torch.empty(8)})
     """
+    request = TransferRequest(plan, source_buffers, target_buffers, name=name)
+    check_request(request, 0)
     dtypes = [tensor.dtype for tensor in source_buffers.values() if isinstance(tensor, torch.Tensor)]
     dtype = dtypes[0] if dtypes else target_dtype or torch.get_default_dtype()
     everywhere = _locations(plan, source_buffers, target_buffers)
-    request = TransferRequest(plan, source_buffers, target_buffers, name=name)
     prepared = prepare([request], everywhere, dtype, target_dtype, StagingBudget(), 0, 1)
     return _run(prepared, None, DEFAULT_TIMEOUT)
 
@@ -135,22 +137,10 @@ def _locations(plan: TransferPlan, source_buffers: Mapping, target_buffers: Mapp
 
 
 def _run(prepared: Prepared, channel: Optional[Channel], timeout: float) -> TransferStats:
-    """Make the copies; ``channel`` is None where all of them are local.
-
-    Whatever stops a process here leaves others waiting for its messages, which must never meet those of a
-    later transfer. So it ends the group.
-    """
-    try:
+    """Make the copies; ``channel`` is None where all of them are local."""
+    what = 'the transfer broke while it ran, and targets may be partly written'
+    with nullcontext() if channel is None else channel.ending(what):
         return _move(prepared, channel, timeout)
-    except BaseException as error:
-        if channel is None:
-            raise
-        words = str(error) if isinstance(error, _RoundFailed) else f'{type(error).__name__}: {error}'
-        broken = channel.leave('the transfer broke while it ran, and targets may be partly written',
-                               f'process {channel.rank} {words}')
-        if not isinstance(error, Exception):
-            raise
-        raise broken from error
 
 
 # Weights may have been made in inference mode, where only inference mode may write to them.
@@ -170,7 +160,7 @@ def _move(prepared: Prepared, channel: Optional[Channel], timeout: float) -> Tra
         try:
             _round(prepared, channel, receives, sends, timeout)
         except WaitFailed as failure:
-            raise _RoundFailed(_account(prepared, failure, receives + sends, index)) from failure
+            raise Explained(_account(prepared, failure, receives + sends, index)) from failure
     return TransferStats(segments=schedule.segments,
                          chunks=chunks,
                          rounds=schedule.rounds,
@@ -219,10 +209,6 @@ def _round(prepared: Prepared, channel: Channel, receives: List[Message], sends:
         channel.wait(operation, deadline)
     for message in receives:
         unpack(message, prepared.requests)
-
-
-class _RoundFailed(Exception):
-    """A round in which a message did not come through; the text says which."""
 
 
 def _account(prepared: Prepared, failure: WaitFailed, messages: List[Message], index: int) -> str:

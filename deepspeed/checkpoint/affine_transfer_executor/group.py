@@ -5,13 +5,20 @@
 
 import time
 from datetime import timedelta
-from typing import Any, List, Union
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
 
+from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine_transfer_executor.channel import DEVICES
-from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, described
+from deepspeed.checkpoint.affine_transfer_executor.meeting import meet
+from deepspeed.checkpoint.affine_transfer_executor.patience import checked_timeout, within
+
+# Processes that have all come connect within a moment, even where the last came at the very end.
+TO_CONNECT = 1.0
+MOST_PROCESSES = 2**31 - 1
 
 
 class TransferGroup:
@@ -75,7 +82,7 @@ def join_transfer_group(address: Union[str, Any],
         rank: this process in the new group, from 0 up.
         size: processes in the new group.
         backend: ``'gloo'`` for CPU memory (accelerator memory is staged through it), ``'nccl'`` for GPUs.
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others, at most a million.
         name: tells groups apart that meet in one store. One name serves one group: give another to join
             again through a store that still runs.
 
@@ -83,36 +90,44 @@ def join_transfer_group(address: Union[str, Any],
         The group, a handle of this process alone.
 
     Raises:
-        AffineTransferExecutionError: a bad argument, a rank that another process took, or processes that did
-            not come in time, by their numbers.
+        AffineTransferExecutionError: a bad argument, a rank that another process took, processes that were given
+            different sizes, or processes that did not come in time, by their numbers.
 
     Example::
 
         with join_transfer_group('10.0.0.1:29511', rank, 4) as group:
             execute_transfer(plan, sources, targets, endpoints, torch.bfloat16, group=group)
     """
-    if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
-        raise AffineTransferExecutionError(f'rank {rank!r} of {size!r}; expected integers with 0 <= rank < size')
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise AffineTransferExecutionError(f'timeout is {timeout!r}; expected a positive number of seconds')
-    if backend not in ('gloo', 'nccl'):
-        raise AffineTransferExecutionError(f'backend {backend!r} is not known; expected "gloo" or "nccl"')
+    _check_arguments(rank, size, backend, name)
+    timeout = checked_timeout(timeout)
     deadline = time.monotonic() + timeout
     store = address if isinstance(address, dist.Store) else _tcp_store(address, rank, timeout)
     own = dist.PrefixStore(name, store)
-    _meet(own, rank, size, timeout)
-    left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+    meet(own, rank, size, deadline, timeout)
+    left = timedelta(seconds=max(deadline - time.monotonic(), TO_CONNECT))
     try:
         made = _backend(backend, dist.PrefixStore('connect', own), rank, size, left)
-    except RuntimeError as error:
+    except Exception as error:
         raise AffineTransferExecutionError(f'process {rank} could not connect to the {size} processes of transfer '
-                                           f'group {name!r}: {error}') from error
+                                           f'group {name!r}: {described(error)}') from error
     return TransferGroup(made, store, dist.PrefixStore('notices', own))
+
+
+def _check_arguments(rank: int, size: int, backend: str, name: str) -> None:
+    if type(rank) is not int or type(size) is not int or not 0 <= rank < size <= MOST_PROCESSES:
+        raise AffineTransferExecutionError(f'rank {shown(rank)} of {shown(size)}; expected integers with '
+                                           '0 <= rank < size')
+    if backend not in ('gloo', 'nccl'):
+        raise AffineTransferExecutionError(f'backend {shown(backend)} is not known; expected "gloo" or "nccl"')
+    if not isinstance(name, str) or not name.isprintable():
+        raise AffineTransferExecutionError(f'name is {shown(name)}; expected a string of printable characters')
 
 
 def _backend(kind: str, store, rank: int, size: int, timeout: timedelta):
     if kind == 'gloo':
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        # It ends the wait for its peers itself, but not one for a silent store.
+        limit = timeout.total_seconds() + TO_CONNECT
+        return within(limit, lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
     torch.empty(1, device=DEVICES[kind])  # NCCL needs the device to be initialised.
     return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
@@ -122,31 +137,17 @@ def _tcp_store(address: str, rank: int, timeout: float):
     if not isinstance(address, str):
         raise AffineTransferExecutionError(f'address is a {type(address).__name__}; expected "host:port" or a Store')
     host, _, port = address.removeprefix('tcp://').rpartition(':')
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise AffineTransferExecutionError(f'address {address!r} is not "host:port" with a port from 1 to 65535')
+    # Other digits than ASCII ones are digits too, but no port.
+    if not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise AffineTransferExecutionError(f'address {shown(address)} is not "host:port" with a port from 1 to 65535')
+    limit = timedelta(seconds=timeout)
+    began = time.monotonic()
     try:
-        return dist.TCPStore(host.strip('[]'),
-                             int(port),
-                             None,
-                             rank == 0,
-                             timedelta(seconds=timeout),
-                             wait_for_workers=False)
-    except (RuntimeError, OSError) as error:
-        doing = 'could not listen' if rank == 0 else f'waited {timeout:g} seconds for process 0, in vain,'
-        raise AffineTransferExecutionError(f'process {rank} {doing} at {address}: {error}') from error
-
-
-def _meet(store, rank: int, size: int, timeout: float) -> None:
-    """Wait until all have come, and say who has not: the backend itself would only say that it failed."""
-    if store.add(f'joined/{rank}', 1) != 1:
-        raise AffineTransferExecutionError(f'another process has joined this transfer group as process {rank}, or '
-                                           'the name was used before; give every group of a store its own name')
-    if store.add('joined', 1) == size:
-        store.set('all', '1')
-    try:
-        store.wait(['all'], timedelta(seconds=timeout))
-    except RuntimeError as error:
-        missing: List[int] = [peer for peer in range(size) if store.add(f'joined/{peer}', 0) == 0]
-        raise AffineTransferExecutionError(
-            f'process {rank} waited {timeout:g} seconds for processes {missing} to join '
-            f'the transfer group of {size}, in vain') from error
+        # torch itself would wait for ever where something listens and does not answer.
+        return within(
+            timeout,
+            lambda: dist.TCPStore(host.strip('[]'), int(port), None, rank == 0, limit, wait_for_workers=False))
+    except Exception as error:
+        waited = time.monotonic() - began
+        doing = f'waited {waited:.1f} seconds for process 0, in vain,' if rank else 'could not listen'
+        raise AffineTransferExecutionError(f'process {rank} {doing} at {address!r}: {described(error)}') from error

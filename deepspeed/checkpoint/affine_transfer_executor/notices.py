@@ -7,9 +7,10 @@ The store is not the way the data goes, so it still answers when a connection is
 not come, and where a failure began. All of it is best effort; a transfer is correct without it.
 """
 
-import threading
 from dataclasses import dataclass
 from typing import Any, Callable, List, Optional
+
+from deepspeed.checkpoint.affine_transfer_executor.patience import within
 
 # A store that does not answer within this many seconds is taken to be gone.
 PATIENCE = 5.0
@@ -46,22 +47,15 @@ class NoticeBoard:
 
     def broken(self) -> Optional[str]:
         """The first report, or None while nobody has made one."""
-        return self._ask(lambda: self.store.get(BROKEN).decode() if self.store.check([BROKEN]) else None)
+        return self._ask(lambda: self.store.get(BROKEN).decode(errors='replace')
+                         if self.store.check([BROKEN]) else None)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The answer, or None if the store fails or is silent: a stopped server must not stop us too."""
         if self.store is None:
             return None
-        answers: List[Any] = []
-
-        def ask() -> None:
-            try:
-                answers.append(question())
-            except Exception:
-                # The process that keeps the store may be the one that died.
-                answers.append(None)
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
-        return answers[0] if answers else None
+        try:
+            return within(PATIENCE, question)
+        except Exception:
+            # The process that keeps the store may be the one that died.
+            return None

@@ -10,7 +10,7 @@ from typing import Dict, Iterable, Tuple
 import numpy as np
 import torch
 
-from deepspeed.checkpoint.affine.checks import listed
+from deepspeed.checkpoint.affine.checks import listed, shown
 from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer.plan import TransferPlan
 from deepspeed.checkpoint.affine_transfer.segments import SegmentColumns
@@ -80,6 +80,8 @@ def prepare(requests: Iterable[TransferRequest], endpoints: TransferEndpoints, d
     if not isinstance(budget, StagingBudget):
         raise AffineTransferExecutionError(f'budget is a {type(budget).__name__}; expected StagingBudget')
     requests = list(requests)
+    for index, request in enumerate(requests):
+        check_request(request, index)
     names = [_name(request, index) for index, request in enumerate(requests)]
     prepared = []
     for name, request in zip(names, requests):
@@ -101,11 +103,27 @@ def prepare(requests: Iterable[TransferRequest], endpoints: TransferEndpoints, d
     return Prepared(tuple(prepared), make_schedule(prepared, rank, size, budget.bytes_per_peer), terms)
 
 
-def _name(request: TransferRequest, index: int) -> str:
+def check_request(request: TransferRequest, index: int) -> None:
+    """Refuse a request that is not made of the right kinds of things; ``index`` names it.
+
+    Raises:
+        AffineTransferExecutionError: it is not.
+    """
     if not isinstance(request, TransferRequest):
         raise AffineTransferExecutionError(f'request {index} is a {type(request).__name__}; expected TransferRequest')
     if not isinstance(request.plan, TransferPlan):
         raise AffineTransferExecutionError(f'request {index} has a {type(request.plan).__name__} for a plan')
+    for side, buffers in (('source', request.source_buffers), ('target', request.target_buffers)):
+        if not isinstance(buffers, Mapping):
+            raise AffineTransferExecutionError(f'{_name(request, index)}: {side} buffers are a '
+                                               f'{type(buffers).__name__}; expected a mapping of location to tensor')
+        for location in buffers:
+            if not isinstance(location, (int, np.integer)) or isinstance(location, bool):
+                raise AffineTransferExecutionError(f'{_name(request, index)}: {side} buffers name the location '
+                                                   f'{shown(location)}; expected an integer')
+
+
+def _name(request: TransferRequest, index: int) -> str:
     return f'parameter {index}' if request.name is None else f'parameter {request.name!r}'
 
 
@@ -178,9 +196,6 @@ def _check_sizes(side: str, ranks: np.ndarray, last: np.ndarray, known: Mapping)
 def _shards(side: str, buffers: Mapping, needed: Dict[int, int], known: Mapping, owners: Mapping, rank: int,
             dtype: torch.dtype) -> Dict[int, Shard]:
     """This process's buffers, each checked against what the plan says of its location."""
-    if not isinstance(buffers, Mapping):
-        raise AffineTransferExecutionError(f'{side} buffers are a {type(buffers).__name__}; expected a mapping of '
-                                           'location to tensor')
     for location in needed:
         if location not in buffers:
             raise AffineTransferExecutionError(f'{side} location {location} belongs to process {rank} and has no '

@@ -9,6 +9,7 @@ from typing import Optional
 
 import torch
 
+from deepspeed.checkpoint.affine.checks import MAX_ELEMENTS, shown
 from deepspeed.checkpoint.affine_transfer.plan import TransferPlan
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
 
@@ -22,7 +23,7 @@ class StagingBudget:
             several rounds. It must hold at least one element.
 
     Raises:
-        AffineTransferExecutionError: not a positive integer.
+        AffineTransferExecutionError: not a positive integer, or more than 2**62.
 
     Example::
 
@@ -31,9 +32,9 @@ class StagingBudget:
     bytes_per_peer: int = 32 << 20
 
     def __post_init__(self):
-        if type(self.bytes_per_peer) is not int or self.bytes_per_peer < 1:
-            raise AffineTransferExecutionError(f'bytes_per_peer is {self.bytes_per_peer!r}; expected a positive '
-                                               'number of bytes')
+        if type(self.bytes_per_peer) is not int or not 1 <= self.bytes_per_peer <= MAX_ELEMENTS:
+            raise AffineTransferExecutionError(f'bytes_per_peer is {shown(self.bytes_per_peer)}; expected a positive '
+                                               'number of bytes, at most 2**62')
 
 
 @dataclass(frozen=True)

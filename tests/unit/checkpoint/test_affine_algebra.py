@@ -12,8 +12,8 @@ import affine_strategies
 from affine_oracle import (NOTHING, check_map, contents_holders, count, element_holders, is_maximally_merged,
                            shard_element_ids, shard_scales)
 from deepspeed.checkpoint.affine import (AffinePiece, ParamAffineMap, compose, concat_affine_maps,
-                                         contiguous_split_map, narrow, permute, relabel, replicated_map, segmented_map,
-                                         union_affine_maps, zero3_partition_map)
+                                         contiguous_split_map, keep_locations, narrow, permute, relabel,
+                                         replicated_map, segmented_map, union_affine_maps, zero3_partition_map)
 
 
 def _check(layout, exact=True):
@@ -251,6 +251,22 @@ def test_compositions_that_cannot_be_are_refused():
         compose(outer, {0: inner, 1: zero3_partition_map((3, 3), 2)})
 
 
+def test_arguments_of_another_type_are_refused():
+    split = contiguous_split_map((4, 3), [1, 3], 0)
+    for call, what in [
+        (lambda: concat_affine_maps([split, None], 0), 'concat_affine_maps: map 1 must be a ParamAffineMap'),
+        (lambda: narrow(None, 0, 0, 1), 'narrow: affine_map must be a ParamAffineMap'),
+        (lambda: permute(split.to_dict(), (1, 0)), 'permute: affine_map must be a ParamAffineMap'),
+        (lambda: relabel('split', {}), 'relabel: affine_map must be a ParamAffineMap'),
+        (lambda: relabel(split, [1]), 'relabel: new_ids must be a mapping'),
+        (lambda: compose(None, {}), 'compose: outer must be a ParamAffineMap'),
+        (lambda: compose(split, [split]), 'compose: inner_maps must be a mapping'),
+        (lambda: compose(split, {0: None}), r'compose: inner_maps\[0\] must be a ParamAffineMap, but it is None'),
+    ]:
+        with pytest.raises(TypeError, match=what):
+            call()
+
+
 # ------------------------------------------------------------------------------------- one after another
 
 
@@ -309,3 +325,31 @@ def test_an_address_that_a_narrowed_map_does_not_describe_is_nothing():
     narrowed = affine_strategies.narrowed(layout, 0, 1, 2)
     assert narrowed.contents[0].tolist() == [NOTHING, 0, 1, NOTHING]
     assert ParamAffineMap((2, ), {0: (4, )}, {0: [AffinePiece((2, ), 0, (1, ), 1, (1, ), {0})]}) == narrowed.map
+
+
+# ---------------------------------------------------------------------------------------------- keep_locations
+
+
+@given(affine_strategies.shapes().flatmap(affine_strategies.layouts), st.data())
+def test_kept_shards_stay_as_they_are_and_name_only_each_other(layout, data):
+    kept = data.draw(st.sets(st.sampled_from(sorted(layout.contents))))
+    survivors = keep_locations(layout.map, kept)
+    assert set(survivors.shard_shapes) == kept
+    assert {rank: ids.tolist() for rank, ids in shard_element_ids(survivors).items()} == \
+        {rank: layout.contents[rank].tolist() for rank in kept}
+    for pieces in survivors.pieces_by_rank.values():
+        assert all(piece.locations <= kept for piece in pieces)
+    whole = element_holders(layout.map)
+    assert list(element_holders(survivors)) == [ranks & kept for ranks in whole]
+
+
+@given(affine_strategies.shapes().flatmap(affine_strategies.layouts), st.data())
+def test_parts_of_a_layout_unite_to_its_holders(layout, data):
+    first = data.draw(st.sets(st.sampled_from(sorted(layout.contents))))
+    parts = [keep_locations(layout.map, part) for part in (first, set(layout.contents) - first)]
+    assert element_holders(union_affine_maps(parts)) == element_holders(layout.map)
+
+
+def test_keeping_a_location_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match='no shard at location 7'):
+        keep_locations(contiguous_split_map((4, 2), [2, 2], 0), [1, 7])

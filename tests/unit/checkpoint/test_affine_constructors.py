@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import affine_strategies
 from affine_oracle import check_map, count, element_grid, is_maximally_merged
-from deepspeed.checkpoint.affine import (AffinePiece, block_gather_map, flat_partition_map, location_ids,
-                                         replicated_map, segmented_map, sub_param_map, zero3_partition_map)
+from deepspeed.checkpoint.affine import (AffinePiece, ParamAffineMap, block_gather_map, flat_partition_map,
+                                         location_ids, replicated_map, segmented_map, sub_param_map,
+                                         zero3_partition_map)
 
 
 def _with_axes(kind):
@@ -173,7 +174,30 @@ def test_widths_that_do_not_add_up_are_refused():
         sub_param_map((6, 3), [4, 2], [[2, 2]], 0)
 
 
-@pytest.mark.parametrize('scale', [0.0, float('nan'), float('inf'), -float('inf')])
+def test_ranks_keep_their_empty_shards_where_there_are_no_segments():
+    empty = segmented_map((6, 3), [], 0, 2, [])
+    assert empty == ParamAffineMap((6, 3), {0: (0, 3), 1: (0, 3)}, {0: [], 1: []})
+    assert list(empty.to_dict()['ranks']) == [0, 1]
+    empty.validate()
+
+
+@pytest.mark.parametrize('ranks', [2**24 + 1, 2**45, 2**70, -1])
+@pytest.mark.parametrize('make', [
+    lambda ranks: replicated_map((4, ), ranks),
+    lambda ranks: segmented_map((4, ), [(4, True)], 0, ranks, []),
+    lambda ranks: zero3_partition_map((4, ), ranks),
+])
+def test_numbers_of_ranks_that_no_job_has_are_refused(make, ranks):
+    with pytest.raises(ValueError, match=r'(tp_degree|world_size) is .* between [01] and 2\*\*24'):
+        make(ranks)
+
+
+def test_blocks_must_be_given_by_location():
+    with pytest.raises(TypeError, match='block_ids_by_rank must be a mapping'):
+        block_gather_map((8, 2), [[0, 1], [2, 3]], 2, 0)
+
+
+@pytest.mark.parametrize('scale', [0.0, float('nan'), float('inf'), -float('inf'), 10**400])
 def test_a_scale_that_cannot_be_undone_is_refused(scale):
     with pytest.raises(ValueError, match='not invertible'):
         replicated_map((3, ), 2, scale)

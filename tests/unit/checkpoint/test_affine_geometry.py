@@ -578,3 +578,13 @@ def test_merging_stops_at_kinds_gaps_and_limits():
     with pytest.raises(MergeLimitError):
         merge_blocks(line, max_checks=1)
     assert len(merge_blocks(line, max_passes=0).kind) == 4
+
+
+def test_a_block_that_carries_over_everything_is_refused_instead_of_exploding():
+    axes = 24
+    strides = np.array([[4**axis for axis in reversed(range(axes))]])
+    far = np.array([[1] * (axes - 1) + [2 * 4**axes]])
+    with pytest.raises(AddressLayoutError, match='carry'):
+        check_addresses_apart(np.zeros(2, np.int64), np.array([2 * int(strides.sum()), 0]),
+                              np.concatenate([np.full((1, axes), 3), far]),
+                              np.concatenate([strides, np.ones_like(strides)]))

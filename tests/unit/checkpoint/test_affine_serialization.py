@@ -7,6 +7,7 @@ import copy
 import json
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -191,7 +192,7 @@ def test_what_is_no_map_is_refused(entry):
         ParamAffineMap.from_dict(entry)
 
 
-_NO_INTEGERS = [True, False, 1.0, float('nan'), '1', None, [1], {}, b'1', 1j]
+_NO_INTEGERS = [True, False, 1.0, float('nan'), '1', None, [1], {}, b'1', 1j, np.int64(1)]
 
 
 @pytest.mark.parametrize('value', _NO_INTEGERS, ids=repr)
@@ -225,7 +226,7 @@ def test_negative_and_absurd_numbers_are_refused(path, place, value):
         ParamAffineMap.from_dict(_changed(path, value))
 
 
-@pytest.mark.parametrize('value', ['[4, 3]', None, 4, {0: 4}, {4, 3}], ids=repr)
+@pytest.mark.parametrize('value', ['[4, 3]', None, 4, {0: 4}, {4, 3}, frozenset({0}), np.array([4, 3])], ids=repr)
 @pytest.mark.parametrize('path, place', [
     (['logical_shape'], 'logical_shape'),
     (['ranks', 1, 'shard_shape'], r'ranks\[1\].shard_shape'),
@@ -339,6 +340,38 @@ def test_malformed_and_absurd_geometry_is_refused(path, value, place):
 def test_shards_that_are_not_exact_are_refused(path, value, message):
     with pytest.raises(ValueError, match=message):
         ParamAffineMap.from_dict(_changed(path, value))
+
+
+def test_exact_shards_whose_strides_interleave_are_read():
+    """Addresses 0 and 3, 1, 2 and 4 of one shard: strides 3 and 2, of which neither divides the other."""
+    pieces = [((2, ), 0, (1, ), 0, (3, )), ((1, ), 2, (1, ), 1, (1, )), ((2, ), 3, (1, ), 2, (2, ))]
+    affine_map = ParamAffineMap((5, ), {0: (5, )}, {0: [AffinePiece(*piece, {0}) for piece in pieces]})
+    assert ParamAffineMap.from_dict(affine_map.to_dict()) == affine_map
+    entry = affine_map.to_dict()
+    entry['ranks'][0]['pieces'][1]['dest'][0] = 4
+    with pytest.raises(ValueError, match='Rank 0 has no piece at shard address 1,'):
+        ParamAffineMap.from_dict(entry)
+
+
+def test_volumes_that_wrap_to_the_size_of_a_shard_are_not_walked():
+    """Four pieces of 2**62 elements add up to 0 in 64 bits; strides 3 and 2 beside them leave geometry undecided."""
+    pieces = [([2], 0, [3]), ([1], 1, [1]), ([2], 2, [2]), ([2**33 - 5], 5, [1])] + [([2**31, 2**31], 0, [1, 1])] * 4
+    entry = {
+        'logical_shape': [2**33],
+        'ranks': {
+            0: {
+                'shard_shape': [2**33],
+                'pieces': [{
+                    'shape': shape,
+                    'source': [0, steps],
+                    'dest': [dest, steps],
+                    'locations': [0]
+                } for shape, dest, steps in pieces]
+            }
+        }
+    }
+    with pytest.raises(ValueError, match='neither divides the other|twice'):
+        ParamAffineMap.from_dict(entry)
 
 
 _JUNK = st.one_of(st.none(), st.booleans(), st.integers(-2, 20), st.integers(), st.floats(), st.text(max_size=3),
@@ -472,6 +505,13 @@ def test_other_versions_are_refused(version, message):
 def test_what_is_no_envelope_is_refused(envelope, message):
     with pytest.raises(ValueError, match=message):
         load_affine_maps(envelope)
+
+
+def test_only_maps_by_name_are_written():
+    with pytest.raises(TypeError, match='maps must be a mapping'):
+        dump_affine_maps([replicated_map((4, ), 1)])
+    with pytest.raises(TypeError, match="'bias' must be a ParamAffineMap, but it is None"):
+        dump_affine_maps({'bias': None})
 
 
 def test_a_bad_map_is_named():

@@ -15,6 +15,8 @@ from deepspeed.checkpoint.affine import (SCALE_POWER_BY_STATE, AffinePiece, Cove
                                          segmented_map, sub_param_map, zero3_partition_map)
 from deepspeed.checkpoint.affine import views
 from deepspeed.checkpoint.affine.blocks import NotABlockError, WrapsError, parameter_blocks
+from deepspeed.checkpoint.affine.validation import check_shards
+from deepspeed.checkpoint.affine_geometry.addresses import AddressLayoutError
 
 
 def _vector_map(*runs, numel):
@@ -70,7 +72,7 @@ def test_a_piece_is_a_value():
         piece.source_offset = 0
 
 
-@pytest.mark.parametrize('scale', [0.0, -0.0, float('nan'), float('inf'), -float('inf')])
+@pytest.mark.parametrize('scale', [0.0, -0.0, float('nan'), float('inf'), -float('inf'), 10**400, -10**400])
 def test_a_scale_that_cannot_be_undone_is_refused(scale):
     with pytest.raises(ValueError, match='not invertible'):
         AffinePiece((2, ), 0, (1, ), 0, (1, ), [0], scale)
@@ -453,6 +455,25 @@ def test_arguments_of_a_map_are_checked():
         ParamAffineMap((2, ), {'0': (2, )}, {})
     with pytest.raises(TypeError, match='logical_shape'):
         ParamAffineMap((2.0, ), {0: (2, )}, {})
+    with pytest.raises(TypeError, match='shard_shapes must be a mapping'):
+        ParamAffineMap((2, ), [(2, )], {})
+    with pytest.raises(TypeError, match='pieces_by_rank must be a mapping'):
+        ParamAffineMap((2, ), {0: (2, )}, None)
+
+
+@pytest.mark.parametrize('shard, piece, message', [
+    ((-2, -2), (4, ), r'Rank 0 has a shard of shape \(-2, -2\), which has a negative size'),
+    ((4, ), (-2, -2), r'Rank 0, piece 0 has shape \(-2, -2\), which has a negative size'),
+    ((0, -1), (0, -1), r'Rank 0 has a shard of shape \(0, -1\)'),
+])
+def test_negative_sizes_are_refused_where_they_are_used(shard, piece, message):
+    """Two of them multiply to a number of elements that looks right."""
+    strides = (1, ) * len(piece)
+    affine_map = ParamAffineMap((4, ), {0: shard}, {0: [AffinePiece(piece, 0, strides, 0, strides, [0])]})
+    for use in (affine_map.validate, affine_map.validate_coverage, affine_map.uncovered_offsets, affine_map.to_dict,
+                lambda: affine_map.rebuild({0: torch.zeros(4)}), lambda: affine_map.extract(torch.zeros(4), 0)):
+        with pytest.raises(ValueError, match=message):
+            use()
 
 
 # ------------------------------------------------------------------------------------------ checking
@@ -478,6 +499,60 @@ def test_shards_that_are_not_exact_are_refused():
     unlisted = ParamAffineMap((4, ), {5: (4, ), 6: (2, )}, {5: [AffinePiece((4, ), 0, (1, ), 0, (1, ), {5})]})
     with pytest.raises(ValueError, match='Rank 6'):
         unlisted.validate()
+
+
+def _interleaved(numel, second=(2, 2)):
+    """One shard filled by steps of 3 and of 2, and from address 5 on by a dense run: no divisibility chain."""
+    dests = [(2, 0, 3), (1, 1, 1), (2, *second), (numel - 5, 5, 1)]
+    starts = np.cumsum([0] + [size for size, _, _ in dests]).tolist()
+    pieces = [
+        AffinePiece((size, ), start, (1, ), first, (step, ), {0}) for start, (size, first, step) in zip(starts, dests)
+    ]
+    return ParamAffineMap((numel, ), {0: (numel, )}, {0: pieces})
+
+
+def test_shards_whose_strides_interleave_are_looked_at_address_by_address():
+    affine_map = _interleaved(12)
+    with pytest.raises(AddressLayoutError):
+        check_shards(affine_map.columns)
+    affine_map.validate()
+    affine_map.validate_coverage()
+    shard = affine_map.extract(torch.arange(12), 0)
+    assert shard.tolist() == [0, 2, 3, 1, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert torch.equal(affine_map.rebuild({0: shard}), torch.arange(12))
+
+    colliding = _interleaved(12, second=(1, 2))
+    for use in (colliding.validate, colliding.validate_coverage, lambda: colliding.rebuild({0: torch.zeros(12)}),
+                lambda: colliding.extract(torch.zeros(12), 0)):
+        with pytest.raises(ValueError, match='Rank 0 has no piece at shard address 2,.*twice'):
+            use()
+
+
+def test_interleaved_pieces_of_several_axes_and_shards_are_told_apart():
+    """The second shard is all steps of 3 and 2 on both sides; scalars and empty pieces stand between."""
+    steps = [((4, ), 0, 3), ((3, ), 1, 3), ((2, ), 2, 3), ((2, ), 8, 2), ((), 11, 1), ((0, ), 12, 1)]
+    interleaved = [
+        AffinePiece(shape, at, (step, ) * len(shape), at, (step, ) * len(shape), {7}) for shape, at, step in steps
+    ]
+    whole = AffinePiece((3, 4), 0, (4, 1), 0, (1, 3), {3, 7})
+    affine_map = ParamAffineMap((12, ), {3: (4, 3), 7: (12, )}, {3: [whole], 7: interleaved})
+    affine_map.validate()
+    full = torch.arange(12)
+    assert affine_map.extract(full, 3).tolist() == full.view(3, 4).t().tolist()
+    assert torch.equal(affine_map.rebuild(_shards(affine_map, full)), full)
+
+
+def test_large_shards_whose_strides_interleave_stay_undecided():
+    _interleaved(2**24).validate()
+    with pytest.raises(AddressLayoutError, match='rank 0 piece'):
+        _interleaved(2**24 + 1).validate()
+
+
+def test_reports_about_each_of_too_many_elements_are_refused():
+    with pytest.raises(ValueError, match=r'more than 2\*\*28 elements, .*columns'):
+        replicated_map((2**20, 2**20), 2).holders()
+    with pytest.raises(ValueError, match=r'more than 2\*\*28 elements .*validate_coverage'):
+        ParamAffineMap((2**31, 2**31), {}, {}).uncovered_offsets()
 
 
 def test_elements_that_nobody_holds_are_named():
@@ -666,13 +741,16 @@ def test_optimizer_states_do_not_move_through_a_scale(state, power):
     assert torch.equal(plain.extract(torch.ones(3), 0, power), torch.ones(3))
 
 
-@pytest.mark.parametrize('dtype', [torch.int32, torch.bool])
-def test_integers_do_not_move_through_a_scale(dtype):
+@pytest.mark.parametrize('dtype', [torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_dtypes_without_exact_division_do_not_move_through_a_scale(dtype):
     scaled = replicated_map((3, ), 1, scale=0.5)
-    with pytest.raises(ValueError, match='integers'):
-        scaled.rebuild({0: torch.ones(3, dtype=dtype)})
-    with pytest.raises(ValueError, match='integers'):
-        scaled.extract(torch.ones(3, dtype=dtype), 0)
+    ones = torch.ones(3).to(dtype)
+    with pytest.raises(ValueError, match='integers, booleans and eight-bit floats'):
+        scaled.rebuild({0: ones})
+    with pytest.raises(ValueError, match='integers, booleans and eight-bit floats'):
+        scaled.extract(ones, 0)
+    plain = replicated_map((3, ), 1)
+    assert torch.equal(plain.rebuild({0: plain.extract(ones, 0)}).float(), torch.ones(3))
 
 
 def test_ranks_with_empty_shards_may_be_left_out():
@@ -703,6 +781,16 @@ def test_shards_that_the_map_does_not_describe_are_refused():
         affine_map.extract(torch.ones(4), 7)
     with pytest.raises(ValueError, match='has 5 elements, but the map describes 4'):
         affine_map.extract(torch.ones(5), 0)
+
+
+def test_what_is_no_tensor_is_refused():
+    affine_map = replicated_map((4, ), 1)
+    with pytest.raises(TypeError, match='The shard of rank 0 must be a torch.Tensor, but it is a value of type list'):
+        affine_map.rebuild({0: [1, 2, 3, 4]})
+    with pytest.raises(TypeError, match='The parameter must be a torch.Tensor'):
+        affine_map.extract([1, 2, 3, 4], 0)
+    with pytest.raises(TypeError, match='must be a torch.Tensor'):
+        affine_map.pieces_by_rank[0][0].source_view([1, 2, 3, 4])
 
 
 def test_an_incomplete_parameter_is_not_rebuilt():
@@ -759,6 +847,35 @@ def test_replicas_with_other_boundaries_are_compared(runs):
             damaged[rank][index] = 9
             with pytest.raises(ValueError, match='different data'):
                 affine_map.rebuild(damaged)
+
+
+@pytest.mark.parametrize('shape, strides', [
+    ((6, ), (1, )),
+    ((6, 1), (1, 0)),
+    ((6, 1), (1, 5)),
+    ((1, 6), (9, 1)),
+    ((2, 3), (3, 1)),
+    ((3, 2), (1, 3)),
+])
+def test_replicas_that_list_other_axes_are_compared(shape, strides):
+    """The same six elements, given with another number of axes, in another order, or with other idle strides."""
+    plain = AffinePiece((6, ), 0, (1, ), 0, (1, ), {0, 1})
+    other = AffinePiece(shape, 0, strides, 0, strides, {0, 1})
+    for pieces in ({0: [plain], 1: [other]}, {0: [other], 1: [plain]}):
+        affine_map = ParamAffineMap((6, ), {0: (6, ), 1: (6, )}, pieces)
+        full = torch.arange(6.)
+        assert torch.equal(affine_map.rebuild({0: full, 1: full}), full)
+        damaged = full.clone()
+        damaged[4] = 9
+        for shards in ({0: full, 1: damaged}, {0: damaged, 1: full}):
+            with pytest.raises(ValueError, match='different data'):
+                affine_map.rebuild(shards)
+
+
+def test_pieces_are_numbered_by_their_shards_and_not_by_the_order_given():
+    first, second = (AffinePiece((2, ), 2 * rank, (1, ), 0, (1, ), {rank}) for rank in (0, 1))
+    affine_map = ParamAffineMap((4, ), {0: (2, ), 1: (2, )}, {1: [second], 0: [first]})
+    assert affine_map.rebuild({1: torch.ones(2), 0: torch.zeros(2)}).tolist() == [0, 0, 1, 1]
 
 
 def test_replicas_that_overlap_in_part_are_compared():

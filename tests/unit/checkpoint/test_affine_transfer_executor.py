@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import threading
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from deepspeed.checkpoint.affine import (AffinePiece, ParamAffineMap, contiguous
                                          zero3_partition_map)
 from deepspeed.checkpoint.affine_transfer import TransferEndpoints, TransferSegment, plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, StagingBudget,
-                                                           TransferRequest, execute_transfer, execute_transfers,
-                                                           join_transfer_group)
+                                                           TransferRequest, apply_plan, execute_transfer,
+                                                           execute_transfers, join_transfer_group)
 from deepspeed.checkpoint.affine_transfer_executor.prepare import prepare
 
 # Rows on processes 0 and 1, columns on processes 2 and 3.
@@ -368,10 +369,106 @@ def test_a_rank_is_joined_once():
     ((5, 0, 1), 'address is a int'),
     (('127.0.0.1:1', 2, 2), 'rank 2 of 2'),
     (('127.0.0.1:1', -1, 2), 'rank -1 of 2'),
+    (('127.0.0.1:1', 0, 2**40), 'rank 0 of 1099511627776'),
+    (('h:\u00b2', 1, 2), 'host:port'),
+    (('h:\u0663', 1, 2), 'host:port'),
+    (('h:' + '1' * 5000, 1, 2), 'host:port'),
+    (('\udc80:29500', 1, 2), 'process 1 waited .* at .*udc80'),
 ])
 def test_bad_arguments_of_joining(arguments, match):
     with pytest.raises(AffineTransferExecutionError, match=match):
         join_transfer_group(*arguments)
+
+
+@pytest.mark.parametrize('timeout', [0, -1.0, float('nan'), float('inf'), 1e10, 10**400, '5', None, True])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    with pytest.raises(AffineTransferExecutionError,
+                       match='timeout is .*; expected a positive number of seconds, at '
+                       'most 1000000'):
+        join_transfer_group('127.0.0.1:1', 0, 1, timeout=timeout)
+
+
+@pytest.mark.parametrize('name', [5, '\ud800', 'a\0b'])
+def test_the_name_of_a_group_can_be_a_key(name):
+    with pytest.raises(AffineTransferExecutionError, match='name is'):
+        join_transfer_group('127.0.0.1:1', 0, 1, name=name)
+
+
+def in_time(call):
+    """What the call raised; it must end although what it waits for never comes."""
+    found = []
+
+    def run():
+        with pytest.raises(AffineTransferExecutionError) as refusal:
+            call()
+        found.append(str(refusal.value))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, 'still waiting'
+    return found[0]
+
+
+def test_joining_ends_where_something_listens_and_never_answers():
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        listener.listen()
+        address = f'127.0.0.1:{listener.getsockname()[1]}'
+        words = in_time(lambda: join_transfer_group(address, 1, 2, timeout=0.5))
+    assert re.search(r'process 1 waited \d+\.\d seconds for process 0, in vain, at ', words)
+
+
+class SilentStore(dist.Store):
+    """A store whose server has stopped answering."""
+
+    def add(self, key, value):
+        threading.Event().wait()
+
+
+def test_joining_ends_where_the_store_never_answers():
+    words = in_time(lambda: join_transfer_group(SilentStore(), 1, 2, timeout=0.5))
+    assert 'process 1 waited 0.5 seconds for others to join the transfer group of 2' in words
+
+
+def join_as(world, ranks, sizes):
+    with pytest.raises(AffineTransferExecutionError) as refusal:
+        join_transfer_group(world.store('joint'), ranks[world.rank], sizes[world.rank], timeout=60)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize('ranks, sizes', [((0, 1), (2, 3)), ((1, 2), (2, 3)), ((0, 2), (2, 3)), ((0, 1), (3, 2))])
+def test_processes_of_different_sizes_hear_of_each_other(ranks, sizes):
+    for words in run_processes(2, join_as, ranks, sizes):
+        assert all(f'process {rank} of {size} (pid ' in words for rank, size in zip(ranks, sizes)), words
+        assert 'different sizes' in words and 'seconds' not in words
+
+
+def test_two_processes_of_one_rank_hear_of_each_other():
+    words = run_processes(2, join_as, (0, 0), (2, 2))
+    for text in words:
+        assert 'another process has joined this transfer group as process 0' in text
+        assert len(set(re.findall(r'process 0 of 2 \(pid (\d+) on ', text))) == 2
+
+
+def sizes_over_an_address(world, address):
+    with pytest.raises(AffineTransferExecutionError, match='different sizes') as refusal:
+        join_transfer_group(address, world.rank, world.rank + 2, timeout=60)
+    return str(refusal.value)
+
+
+def test_the_store_outlives_the_words_that_are_in_it():
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = probe.getsockname()[1]
+    first, second = run_processes(2, sizes_over_an_address, f'127.0.0.1:{port}')
+    assert first.partition(': ')[2] == second.partition(': ')[2]
+
+
+@pytest.mark.parametrize('group', ['nonsense', 5, torch.zeros(2), object()])
+def test_what_is_no_group_is_refused_by_its_type(group):
+    with pytest.raises(AffineTransferExecutionError, match=f'group is a {type(group).__name__}; expected a torch'):
+        execute_transfer(matrix_plan(2, 2, 1, 1), {}, {}, TOGETHER, torch.float32, group=group)
 
 
 def test_without_any_group_the_error_says_what_to_do():
@@ -389,7 +486,8 @@ def refused(world,
             dtype=torch.float32,
             budget=StagingBudget(),
             change=None,
-            name='w'):
+            name='w',
+            timeout=60):
     """The words of the refusal, after checking that targets did not change and that the group still works."""
     sources, targets = {world.rank: matrix_source(full, 2, world.rank)}, {world.rank: torch.full((6, 3), -1.0)}
     if change is not None:
@@ -403,9 +501,44 @@ def refused(world,
                          dtype,
                          budget,
                          name=name,
-                         timeout=60)
+                         timeout=timeout)
     assert all(torch.equal(targets[location], before[location]) for location in targets)
     assert move_matrix(world, full, TOGETHER)[1]
+    return str(refusal.value)
+
+
+class Wordless(Exception):
+    """An exception without a text."""
+
+    def __str__(self):
+        raise RuntimeError('no words')
+
+
+class Raising(dict):
+    """Buffers which raise when they are asked for one."""
+
+    def __init__(self, buffers, error):
+        super().__init__(buffers)
+        self.error = error
+
+    def __contains__(self, location):
+        raise self.error
+
+
+def refused_for_odd_words(world, full, error):
+    """The refusal where process 1's sources raise ``error``, or are None; the group still works."""
+    sources = {world.rank: matrix_source(full, 2, world.rank)}
+    if world.rank == 1:
+        sources = None if error is None else Raising(sources, error)
+    target = torch.full((6, 3), -1.0)
+    with pytest.raises(AffineTransferExecutionError) as refusal:
+        execute_transfer(matrix_plan(6, 6, 2, 2),
+                         sources, {world.rank: target},
+                         TOGETHER,
+                         torch.float32,
+                         name='w',
+                         timeout=60)
+    assert bool((target == -1).all()) and move_matrix(world, full, TOGETHER)[1]
     return str(refusal.value)
 
 
@@ -454,6 +587,17 @@ def each_refusal(world):
     words['said dtype'] = refused(world, full, dtype=torch.bfloat16 if odd else torch.float32)
     words['no plan'] = refused(world, full, plan='a plan' if odd else None)
     words['empty plan'] = refused(world, full, plan=plan_of([], (6, 6), {}, {}))
+    for timeout in (float('nan'), '5', 1e10, 1e15, float('inf')):
+        words[f'timeout {timeout}'] = refused(world, full, timeout=timeout if odd else 60)
+
+    def odd_location(sources, targets):
+        if odd:
+            sources['q'] = sources[1]
+
+    words['buffer name'] = refused(world, full, change=odd_location)
+    words['surrogate'] = refused_for_odd_words(world, full, ValueError('bad \ud800 thing'))
+    words['no words'] = refused_for_odd_words(world, full, Wordless())
+    words['no buffers'] = refused_for_odd_words(world, full, None)
     words['process'] = refused(world, full, endpoints=TransferEndpoints({0: 0, 1: 1}, {0: 0, 1: 2}))
     return words
 
@@ -472,6 +616,12 @@ def test_a_refusal_is_the_same_on_every_process_and_harmless():
     assert 'source location 1 belongs to process 1 and has no buffer' in first['missing']
     assert 'source location 1 has a buffer of torch.float32; expected torch.bfloat16' in first['said dtype']
     assert 'has a str for a plan' in first['no plan']
+    for timeout in ('nan', '5', '10000000000.0', '1000000000000000.0', 'inf'):
+        assert 'process 1 rejected the transfer batch: timeout is ' in first[f'timeout {timeout}']
+    assert "source buffers name the location 'q'; expected an integer" in first['buffer name']
+    assert "process 1 rejected the transfer batch: parameter 'w': bad \\ud800 thing" in first['surrogate']
+    assert 'process 1 rejected the transfer batch: Wordless: its text cannot be made' in first['no words']
+    assert "parameter 'w': source buffers are a NoneType; expected a mapping" in first['no buffers']
     assert 'moves nothing' in first['empty plan'] and 'process 0 rejected' in first['empty plan']
     assert 'target location 1 is on process 2, but the group has 2 processes' in first['process']
 
@@ -494,6 +644,73 @@ def test_a_dtype_that_only_the_agreement_can_compare():
 
 
 # Failures
+
+
+def interrupted_before_it_agrees(world):
+    world.init_default_group()
+    full = values(36, torch.float32).view(6, 6)
+    sources = {world.rank: matrix_source(full, 2, world.rank)}
+    if world.rank == 1:
+        sources = Raising(sources, KeyboardInterrupt('stop \ud800'))
+    return broken_before_it_began(world, full, sources)
+
+
+def interrupted_between_the_exchanges(world):
+    world.init_default_group()
+    full = values(36, torch.float32).view(6, 6)
+    sources = {world.rank: matrix_source(full, 2, world.rank)}
+    if world.rank == 1:
+        interrupt_the_second_exchange()
+    # Refused by all, so that there is a second exchange.
+    return broken_before_it_began(world, full, sources, dtype=torch.bfloat16)
+
+
+def interrupt_the_second_exchange():
+    from deepspeed.checkpoint.affine_transfer_executor.channel import Channel
+    real, done = Channel.gather, []
+
+    def gather(self, row, timeout):
+        done.append(row)
+        if len(done) == 2:
+            raise KeyboardInterrupt('stop')
+        return real(self, row, timeout)
+
+    Channel.gather = gather
+
+
+def broken_before_it_began(world, full, sources, dtype=torch.float32):
+    target = torch.full((6, 3), -1.0)
+    with pytest.raises(KeyboardInterrupt if world.rank == 1 else AffineTransferExecutionError) as failure:
+        execute_transfer(matrix_plan(6, 6, 2, 2), sources, {world.rank: target}, TOGETHER, dtype, timeout=60)
+    with pytest.raises(AffineTransferExecutionError, match='cannot be used any more'):
+        move_matrix(world, full, TOGETHER, timeout=60)
+    assert bool((target == -1).all())
+    return str(failure.value)
+
+
+@pytest.mark.parametrize('work', [interrupted_before_it_agrees, interrupted_between_the_exchanges])
+def test_an_interrupt_before_all_have_agreed_ends_the_group_for_all(work):
+    first, _ = run_processes(2, work)
+    # Process 0 may come so late that it finds the note before it exchanges anything.
+    assert 'before it began' in first and 'process 1 KeyboardInterrupt: stop' in first
+
+
+def dies_before_it_begins(world):
+    world.init_default_group()
+    full = values(36, torch.float32).view(6, 6)
+    # Both have connected.
+    dist.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(AffineTransferExecutionError) as failure:
+        move_matrix(world, full, TOGETHER, timeout=100)
+    return str(failure.value)
+
+
+def test_a_peer_that_died_is_not_said_to_have_been_waited_for():
+    first, _ = run_processes(2, dies_before_it_begins, may_die={1}, timeout=90)
+    assert re.search(r'process 0 lost a connection after \d+\.\d seconds, while process 1 had not begun', first)
+    assert '100 seconds' not in first
 
 
 def killed_while_it_sends(world, big):
@@ -717,6 +934,39 @@ def test_both_ends_of_a_link_expect_the_same_bytes_in_the_same_round(cases, dtyp
             moved += link.numbytes // dtype.itemsize
     assert moved == plan.moved_elements
     assert len({prepared.schedule.rounds for prepared in schedules}) == 1
+
+
+@pytest.mark.parametrize('numbytes', [0, 2**62 + 1, 2**70, 10**400, 1.5, True])
+def test_a_staging_budget_is_a_number_of_bytes(numbytes):
+    with pytest.raises(AffineTransferExecutionError, match='bytes_per_peer is .*; expected .* at most 2'):
+        StagingBudget(numbytes)
+    assert StagingBudget(2**62).bytes_per_peer == 2**62
+
+
+@pytest.mark.parametrize('buffers, match', [
+    ((None, None), "parameter 'w': source buffers are a NoneType"),
+    (({
+        0: torch.zeros(4)
+    }, [torch.zeros(4)]), "parameter 'w': target buffers are a list"),
+    (({
+        0: torch.zeros(4)
+    }, {
+        'a': torch.zeros(4)
+    }), "parameter 'w': target buffers name the location 'a'"),
+    (({
+        True: torch.zeros(4)
+    }, {
+        0: torch.zeros(4)
+    }), "parameter 'w': source buffers name the location True"),
+])
+def test_buffers_are_a_mapping_of_locations(buffers, match):
+    with pytest.raises(AffineTransferExecutionError, match=match):
+        apply_plan(matrix_plan(2, 2, 1, 1), *buffers, name='w')
+
+
+def test_what_is_no_plan_is_refused_by_its_type():
+    with pytest.raises(AffineTransferExecutionError, match='request 0 has a NoneType for a plan'):
+        apply_plan(None, {}, {})
 
 
 def test_segments_of_several_axes_are_cut_where_the_budget_ends():

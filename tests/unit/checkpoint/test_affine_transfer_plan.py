@@ -3,6 +3,8 @@
 # DeepSpeed Team
 """Plans against an element-level oracle, small plans derived by hand, replica choice, budgets and refusals."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -495,7 +497,6 @@ CONTRADICTIONS = {
     'a piece beyond its shard': (_map({0: [_whole((4, 3), dest_offset=1)]}), None),
     'a piece before its shard': (_map({0: [_whole((4, 3), dest_offset=-1)]}), None),
     'a full piece in an empty shard': (_map({0: [_whole((4, 3))]}, {0: (0, 3)}), None),
-    'a run that wraps into the next row': (_map({0: [_whole((1, 12), source_strides=(12, 1))]}, {0: (12, )}), None),
 }
 
 
@@ -763,3 +764,77 @@ def test_blocks_of_one_row_join_the_blocks_of_many():
     source = ParamAffineMap((4, 3, 6), {0: (4, 3, 6)}, {0: pieces})
     plan = plan_transfer(replicated_map((4, 3, 6), 1), source)
     assert plan.segments == (TransferSegment(0, 0, (18, 6, 1), 0, 0, (18, 6, 1), (4, 3, 6)), )
+
+
+# ------------------------------------------------------------------------- what once went wrong, or cost too much
+
+
+def test_a_row_held_twice_is_not_taken_for_its_neighbour():
+    """On an axis of extent 1 the parameter does not step, so a twin starts where a next index would."""
+    piece = partial(AffinePiece, (1, 1, 4), 0, (4, 4, 1))
+    twice = ParamAffineMap((2, 1, 4), {0: (8, )}, {0: [piece(0, (4, 4, 1), [0]), piece(4, (4, 4, 1), [0])]})
+    assert [tuple(part.shape) for part in permute(twice, (0, 1, 2)).pieces_by_rank[0]] == [(1, 1, 4), (1, 1, 4)]
+    with pytest.raises(InvalidMapError, match='a shard holds an element once'):
+        plan_transfer(replicated_map((2, 1, 4), 1), permute(twice, (0, 1, 2)))
+
+
+def test_plans_whose_strides_divide_only_when_rows_are_joined_prove_again():
+    strides = (15, 5, 1)
+    target = ParamAffineMap((4, 3, 5), {
+        0: (48, ),
+        1: (4, 1, 3)
+    }, {
+        0: [
+            AffinePiece((4, 2, 3), 0, strides, 0, (12, 3, 1), [0]),
+            AffinePiece((4, 3, 2), 3, strides, 6, (12, 2, 1), [0])
+        ],
+        1: [AffinePiece((4, 1, 3), 10, strides, 0, (3, 3, 1), [1])]
+    })
+    source = zero3_partition_map((4, 3, 5), 1)
+    plan = plan_transfer(target, source)
+    stored = plan.to_dict()
+    assert TransferPlan.from_dict(stored, target, source) == plan
+    stored['segments'][0]['source'][1] += 1
+    with pytest.raises(InvalidMapError):
+        TransferPlan.from_dict(stored, target, source)
+
+
+def test_a_plan_that_repeats_one_segment_is_refused_without_comparing_all_pairs():
+    count = 30000
+    whole = replicated_map((count, ), 1)
+    stored = plan_transfer(whole, whole).to_dict()
+    stored['segments'] = [{'shape': [1], 'source': [0, 0, [1]], 'target': [0, 0, [1]]}] * count
+    with pytest.raises(AffineTransferError, match='max_pair_checks'):
+        TransferPlan.from_dict(stored, whole, whole)
+
+
+def test_many_lying_replicas_are_refused_without_comparing_all_pairs():
+    ranks = range(8000)
+    whole = AffinePiece((4, 4), 0, (4, 1), 0, (4, 1), [0])
+    liars = ParamAffineMap((4, 4), {rank: (4, 4)
+                                    for rank in ranks},
+                           {rank: [AffinePiece(whole.shape, 0, (4, 1), 0, (4, 1), [rank])]
+                            for rank in ranks})
+    with pytest.raises(InvalidMapError, match='different locations'):
+        plan_transfer(liars, liars)
+
+
+def test_layouts_that_cut_each_other_into_dust_are_refused():
+    size = 5000
+    rows = contiguous_split_map((size, size), [1] * size, 0)
+    columns = relabel(contiguous_split_map((size, size), [1] * size, 1), {rank: size + rank for rank in range(size)})
+    with pytest.raises(ValueError, match='cut each other into 25000000 parts'):
+        union_affine_maps([rows, columns])
+
+
+def test_a_truthful_run_over_several_rows_is_unsupported_and_not_invalid():
+    run = ParamAffineMap((2, 2), {0: (4, )}, {0: [AffinePiece((4, ), 0, (1, ), 0, (1, ), [0])]})
+    with pytest.raises(UnsupportedLayoutError, match='flat_partition_map'):
+        plan_transfer(replicated_map((2, 2), 1), run)
+
+
+@pytest.mark.parametrize('arguments', [(None, replicated_map((4, ), 1)), (replicated_map((4, ), 1), {}),
+                                       (replicated_map((4, ), 1), replicated_map((4, ), 1), 5)])
+def test_arguments_of_the_wrong_type_are_named(arguments):
+    with pytest.raises(TypeError, match='target_map|source_map|limits'):
+        plan_transfer(*arguments)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.affine import contiguous_split_map
+from deepspeed.checkpoint.affine import contiguous_split_map, relabel, replicated_map
 from deepspeed.checkpoint.affine_transfer import (AffineTransferError, InvalidMapError, PlanBudget, PlanStatistics,
                                                   SegmentColumns, TransferEndpoints, TransferPlan, TransferSegment,
                                                   plan_transfer)
@@ -218,7 +218,43 @@ def test_endpoints_say_which_location_they_do_not_know():
         endpoints.target_process(2)
 
 
-@pytest.mark.parametrize('source', [{'q': 0}, {0: 'q'}, {0: -1}, {0: True}, {0: 1.0}, [0], None])
+@pytest.mark.parametrize('identity', [-2**63, 2**63 - 1])
+def test_any_int64_names_a_location(identity):
+    layout = relabel(replicated_map((4, ), 1), {0: identity})
+    plan = plan_transfer(layout, layout)
+    assert TransferPlan.from_dict(plan.to_dict(), layout, layout) == plan
+    assert TransferEndpoints({identity: 0}, {}).source_process(identity) == 0
+
+
+@pytest.mark.parametrize('identity', [-2**63 - 1, 2**63])
+def test_nothing_else_names_a_location_of_a_stored_plan(identity):
+    with pytest.raises(AffineTransferError, match='plan segment 0 source location is .*; expected'):
+        TransferPlan.from_dict(changed(['segments', 0, 'source', 0], identity))
+
+
+@pytest.mark.parametrize('source', [{
+    'q': 0
+}, {
+    0: 'q'
+}, {
+    0: -1
+}, {
+    0: True
+}, {
+    0: 1.0
+}, [0], None, {
+    2**70: 0
+}, {
+    2**63: 0
+}, {
+    -2**63 - 1: 0
+}, {
+    0: 2**63
+}, {
+    0: 10**5000
+}, {
+    10**5000: 0
+}])
 def test_endpoints_refuse_what_is_no_process(source):
     with pytest.raises(AffineTransferError, match='source endpoints'):
         TransferEndpoints(source, {})
