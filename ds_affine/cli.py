@@ -4,12 +4,32 @@
 """Arguments of the `ds_affine` command. Each subcommand imports what it needs only when it runs."""
 
 import argparse
+import importlib.util
+import pathlib
+import sys
+
+HIDDEN = (
+    "ds_affine: deepspeed-affine's packages cannot be imported, because Python takes `deepspeed` from {found}: a "
+    "DeepSpeed in another directory, or an editable or source install, hides them. Install the wheels of both "
+    "into one site directory.")
 
 
 def main(arguments=None):
     """Run the command line `arguments` (those of the process by default) and return its exit code."""
     options = build_parser().parse_args(arguments)
     return options.run(options)
+
+
+def hiding_deepspeed():
+    """The folder of a DeepSpeed that keeps Python from looking into ours, or None. Nothing is imported."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    # DeepSpeed has no package of this name.
+    if any((pathlib.Path(folder) / "checkpoint" / "affine_geometry").is_dir() for folder in folders):
+        return None
+    return folders[0] if folders else spec.origin
 
 
 def build_parser():
@@ -39,5 +59,9 @@ def _positive_seconds(text):
 
 
 def _run_demo(options):
+    found = hiding_deepspeed()
+    if found is not None:
+        print(HIDDEN.format(found=found), file=sys.stderr)
+        return 1
     from ds_affine.demo.command import run_demo
     return run_demo(timeout=options.timeout)

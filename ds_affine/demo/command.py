@@ -41,4 +41,4 @@ def _introduction(version):
         trainers = f"DeepSpeed {version} engines, ZeRO stage 3, partitions are their own ds_tensors"
     return ("2 trainers, one optimizer step, then every parameter to 2 rollouts in tensor-parallel shards.\n"
             f"Trainers: {trainers}.\n"
-            "Rollouts: q, k and v fused; frozen parameters partly from the shards of a former placement.")
+            "Rollouts: q, k and v fused; frozen parameters (*) partly from the shards of a former placement.")

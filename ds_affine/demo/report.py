@@ -6,8 +6,13 @@
 import sys
 from dataclasses import replace
 
-COLUMNS = ("parameter", "shape", "bytes sent", "copied locally", "segments", "plan s", "move s", "verdict")
-PIPED_WIDTH = 100
+COLUMNS = ("parameter", "shape", "bytes sent", "if gathered", "copied locally", "segments", "plan s", "move s",
+           "verdict")
+PIPED_WIDTH = 110
+LEGEND = ("* frozen: rollouts read what they can from the shards that they still hold of it.\n"
+          "bytes sent: between processes. if gathered: what gather-then-cut would have sent, every whole parameter to "
+          "each rollout.\n"
+          "plan s, move s: seconds of the slowest process.")
 
 
 def rows(lines_by_process):
@@ -19,7 +24,7 @@ def rows(lines_by_process):
 
 
 def show(table):
-    """Print the rows and their total."""
+    """Print the rows, their total, and what they mean."""
     cells = [_cells(row) for row in table]
     total = _total(table)
     try:
@@ -28,6 +33,7 @@ def show(table):
         from rich.table import Table
     except ImportError:
         _show_plain([*cells, total])
+        print(LEGEND)
         return
     drawn = Table(box=box.SIMPLE, show_edge=False, show_footer=True, padding=(0, 1, 0, 0), pad_edge=False)
     for title, footer, alignment in zip(COLUMNS, total, _alignments()):
@@ -36,6 +42,7 @@ def show(table):
         drawn.add_row(*line)
     # No terminal has no width of its own; rich would take 80 columns and cut names.
     Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(drawn)
+    print(LEGEND)
 
 
 def _row(lines):
@@ -50,21 +57,21 @@ def _row(lines):
 
 
 def _cells(row):
-    return (row.name.removesuffix(".weight"), "x".join(map(str, row.shape)), f"{row.sent_bytes:,}",
-            f"{row.local_copy_bytes:,}", str(row.segments), f"{row.plan_seconds:.3f}", f"{row.move_seconds:.3f}",
-            "exact" if row.exact else "WRONG")
+    name = row.name.removesuffix(".weight") + ("*" if row.frozen else "")
+    numbers = [f"{count:,}" for count in (row.sent_bytes, row.gathered_bytes, row.local_copy_bytes)]
+    return (name, "x".join(map(str, row.shape)), *numbers, str(row.segments), f"{row.plan_seconds:.3f}",
+            f"{row.move_seconds:.3f}", "exact" if row.exact else "WRONG")
 
 
 def _total(table):
-    exact = sum(row.exact for row in table)
-    return (f"{len(table)} with {sum(row.elements for row in table):,} elements", "",
-            f"{sum(row.sent_bytes for row in table):,}", f"{sum(row.local_copy_bytes for row in table):,}",
-            str(sum(row.segments for row in table)), f"{sum(row.plan_seconds for row in table):.3f}",
-            f"{sum(row.move_seconds for row in table):.3f}", f"{exact}/{len(table)}")
+    fields = ("elements", "sent_bytes", "gathered_bytes", "local_copy_bytes", "segments")
+    sums = [f"{sum(getattr(row, field) for row in table):,}" for field in fields]
+    seconds = [f"{sum(getattr(row, field) for row in table):.3f}" for field in ("plan_seconds", "move_seconds")]
+    return (f"{len(table)} parameters", *sums, *seconds, f"{sum(row.exact for row in table)}/{len(table)}")
 
 
 def _alignments():
-    return ("left", "left", "right", "right", "right", "right", "right", "left")
+    return ("left", "left", "right", "right", "right", "right", "right", "right", "left")
 
 
 def _show_plain(lines):

@@ -11,10 +11,12 @@ from deepspeed.checkpoint.affine_transfer.planner import plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor.execute import execute_transfer
 from deepspeed.checkpoint.affine_transfer_executor.group import join_transfer_group
 
-from ds_affine.demo.layouts import FIRST_RANK, PROCESSES, endpoints
+from ds_affine.demo.layouts import FIRST_RANK, PROCESSES, ROLLOUTS, endpoints
+from ds_affine.demo.model import is_frozen
 from ds_affine.demo.worker import Line
 
 POLICY = "local_first_least_loaded"
+DTYPE = torch.float32
 
 
 def joint_group(assignment, store):
@@ -33,7 +35,7 @@ def move_all(moves, source_buffers, target_buffers, locations, group):
     lines = []
     for move in moves:
         started = time.perf_counter()
-        plan = plan_transfer(move.target, move.source, replica_policy=POLICY, endpoints=ends)
+        plan = plan_transfer(target_map=move.target, source_map=move.source, replica_policy=POLICY, endpoints=ends)
         planned = time.perf_counter()
         sources = {}
         for part in move.parts:
@@ -42,7 +44,7 @@ def move_all(moves, source_buffers, target_buffers, locations, group):
                                  sources,
                                  target_buffers.get(move.name, {}),
                                  ends,
-                                 torch.float32,
+                                 DTYPE,
                                  group=group,
                                  name=move.name)
         moved = time.perf_counter()
@@ -50,6 +52,8 @@ def move_all(moves, source_buffers, target_buffers, locations, group):
             Line(name=move.name,
                  shape=move.target.logical_shape,
                  elements=move.target.numel,
+                 frozen=is_frozen(move.name),
+                 gathered_bytes=ROLLOUTS * move.target.numel * DTYPE.itemsize,
                  segments=len(plan.segments),
                  sent_bytes=stats.sent_bytes,
                  local_copy_bytes=stats.local_copy_bytes,

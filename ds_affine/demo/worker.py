@@ -35,10 +35,16 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Line:
-    """What one process has to say of one moved parameter. exact: None on a trainer, which checks nothing."""
+    """What one process has to say of one moved parameter.
+
+    frozen: rollouts may still hold shards of it. gathered_bytes: what all rollouts together would have received if
+    each had taken the whole parameter. exact: None on a trainer, which checks nothing.
+    """
     name: str
     shape: tuple
     elements: int
+    frozen: bool
+    gathered_bytes: int
     segments: int
     sent_bytes: int
     local_copy_bytes: int

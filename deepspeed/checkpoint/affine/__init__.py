@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""How a parameter lies in shards: pieces, maps, and the layouts that they describe."""
+"""How a parameter lies in shards: pieces, maps, and the layouts that they describe.
+
+Start here:
+
+- a constructor that makes the ``ParamAffineMap`` of a layout: ``replicated_map``, ``contiguous_split_map``,
+  ``sub_param_map``, ``zero3_partition_map``;
+- several layouts at once, or what is left of one: ``union_affine_maps``, ``keep_locations``, and ``location_ids`` and
+  ``relabel`` for ids that do not collide;
+- storage: ``dump_affine_maps``, ``load_affine_maps``.
+"""
 
 from deepspeed.checkpoint.affine.algebra import concat_affine_maps, keep_locations, narrow, permute, relabel
 from deepspeed.checkpoint.affine.columns import PieceColumns

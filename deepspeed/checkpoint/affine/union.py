@@ -19,9 +19,13 @@ def union_affine_maps(maps):
     Every piece is cut at the edges of every block that any location holds over it, and each part lists all
     locations that hold it. A cut moves offsets and keeps strides, so every shard stores what it did.
 
+    A map says where copies are, not that they are equal. Planner and executor do not compare values; only ``rebuild``
+    does. Unite only copies that are current.
+
     Args:
         maps: ``ParamAffineMap`` of one logical shape with disjoint locations. A map need not cover the
-            parameter: the shards that survived a failure are a part, too.
+            parameter: what ``keep_locations`` leaves of a layout after a failure is a part, too. Do not describe a
+            lost shard by size 0: the others would move up.
 
     Returns:
         ``ParamAffineMap`` over all locations, in canonical form. The order of the maps does not change who holds
@@ -31,15 +35,16 @@ def union_affine_maps(maps):
         ValueError: no maps; different logical shapes; one location in two maps; a piece that is no block of the
             parameter, such as a flat run that wraps into the next row; a map whose ``locations`` are not true.
 
-    Example: a trainer's two ZeRO-3 partitions beside a surviving row shard, known as location 7.
+    Example: a trainer's two ZeRO-3 partitions beside the second of two row shards, known as location 7; the first
+    was lost.
 
     >>> from deepspeed.checkpoint.affine.constructors import contiguous_split_map
-    >>> from deepspeed.checkpoint.affine.algebra import relabel
+    >>> from deepspeed.checkpoint.affine.algebra import keep_locations, relabel
     >>> from deepspeed.checkpoint.affine.partitions import zero3_partition_map
-    >>> survivor = relabel(contiguous_split_map((4, 2), [1], 0), {0: 7})
-    >>> merged = union_affine_maps([zero3_partition_map((4, 2), 2), survivor])
-    >>> [(piece.shape, sorted(piece.locations)) for piece in merged.pieces_by_rank[0]]
-    [((1, 2), [0, 7]), ((1, 2), [0])]
+    >>> rows = relabel(contiguous_split_map((4, 2), [3, 1], 0), {0: 6, 1: 7})
+    >>> merged = union_affine_maps([zero3_partition_map((4, 2), 2), keep_locations(rows, [7])])
+    >>> [(piece.shape, sorted(piece.locations)) for piece in merged.pieces_by_rank[1]]
+    [((1, 2), [1]), ((1, 2), [1, 7])]
     """
     maps = list(maps)
     check_parts(maps, 'union_affine_maps')

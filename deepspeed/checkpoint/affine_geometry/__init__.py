@@ -3,7 +3,12 @@
 # DeepSpeed Team
 """Boxes, strides and columnar joins: the geometry that maps, planner and checks share.
 
-Everything here is about integer coordinates and addresses in elements; it knows no pieces and no tensors.
+Everything here is about integer coordinates and addresses in elements; it knows no pieces and no tensors. Users of
+maps and plans need none of it. Start here:
+
+- ``lower_run`` cuts a flat run into boxes (``LogicalBox``);
+- ``overlapping_pairs`` joins two lists of boxes, ``unbalanced_groups`` tells whether they cover the same coordinates;
+- ``address_boxes`` makes boxes of strided addresses.
 """
 
 from deepspeed.checkpoint.affine_geometry.addresses import (AddressBoxes, AddressCollisionError, AddressLayoutError,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Run transfer plans over torch.distributed, or within one process.
+"""Run transfer plans over torch.distributed, or within one process. Start here:
 
-``execute_transfer`` moves one parameter and ``execute_transfers`` a batch; ``apply_plan`` needs no group;
-``join_transfer_group`` joins processes of several jobs for it.
+- ``apply_plan`` runs a plan in one process, without a group;
+- ``execute_transfer`` moves one parameter, ``execute_transfers`` a batch of ``TransferRequest``;
+- ``join_transfer_group`` joins processes of several jobs for it.
 """
 
 from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints

@@ -38,6 +38,9 @@ def execute_transfer(plan: TransferPlan,
                      name: Optional[str] = None) -> TransferStats:
     """Move one parameter. Every process of the group calls it, with the same plan and its own buffers.
 
+    Only the number of elements of a buffer is checked. A plan addresses a buffer in row-major order of its own shape:
+    for a transposed buffer pass a view in the shard's order, such as ``buffer.t()``.
+
     Args:
         plan: the copies.
         source_buffers: source location -> tensor, for the locations of this process (see TransferRequest).
@@ -102,6 +105,9 @@ def apply_plan(plan: TransferPlan,
                target_dtype: Optional[torch.dtype] = None,
                name: Optional[str] = None) -> TransferStats:
     """Run a plan in this process, which has all its buffers. No process group is needed.
+
+    Only the number of elements of a buffer is checked. A plan addresses a buffer in row-major order of its own shape:
+    for a transposed buffer pass a view in the shard's order, such as ``buffer.t()``.
 
     Args:
         plan: the copies.

@@ -4,6 +4,7 @@
 """The main job end to end, as a user runs it, and what its launcher does when a process does not do its part."""
 
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -15,16 +16,18 @@ import affine_demo_processes as processes
 from ds_affine.demo import command
 from ds_affine.demo.launcher import DemoFailed, launch
 from ds_affine.demo.reference import cut, former_shard, same_bits
-from ds_affine.demo.report import COLUMNS, rows
+from ds_affine.demo.report import COLUMNS, LEGEND, rows, show
 from ds_affine.demo.worker import Line
 
 MOVED_PARAMETERS = 17  # of each layer: fused QKV, o, gate, up, down and two norms; embedding, last norm, head
 
 
-def line(exact, name="weight"):
+def line(exact, name="weight", frozen=False):
     return Line(name=name,
                 shape=(2, 3),
                 elements=6,
+                frozen=frozen,
+                gathered_bytes=48,
                 segments=2,
                 sent_bytes=8,
                 local_copy_bytes=16,
@@ -54,7 +57,8 @@ def test_demo_moves_every_parameter_exactly(tmp_path):
 def test_demo_reads_surviving_shards_locally(tmp_path):
     """Only frozen parameters have a holder in the rollouts' own processes; half of each is there."""
     by_process = launch(use_deepspeed=False, timeout=240)
-    local = {row.name: (row.local_copy_bytes, row.sent_bytes) for row in rows(by_process)}
+    table = rows(by_process)
+    local = {row.name: (row.local_copy_bytes, row.sent_bytes) for row in table}
     frozen = {
         "embed_tokens.weight": 101 * 32
     } | {
@@ -66,6 +70,8 @@ def test_demo_reads_surviving_shards_locally(tmp_path):
         copied, sent = local[name]
         assert copied + sent == 4 * elements
         assert copied == 4 * elements // 2
+    assert {row.name for row in table if row.frozen} == set(frozen)
+    assert all(row.gathered_bytes == 2 * 4 * row.elements for row in table)
 
 
 def test_a_failing_process_ends_all_and_shows_its_traceback():
@@ -142,6 +148,18 @@ def test_table_without_rich_has_the_same_columns(monkeypatch, capsys):
     assert re.split(r"  +", header) == list(COLUMNS)
 
 
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_table_marks_frozen_parameters_and_explains_itself(monkeypatch, capsys, with_rich):
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    show(rows({"rollout 0": [line(True, "norm.weight"), line(True, "embed.weight", frozen=True)]}))
+    printed = capsys.readouterr().out
+    assert re.search(r"^norm +2x3 +8 +48 ", printed, flags=re.MULTILINE)
+    assert re.search(r"^embed\* +2x3 +8 +48 ", printed, flags=re.MULTILINE)
+    assert re.search(r"^2 parameters +12 +16 +96 ", printed, flags=re.MULTILINE)
+    assert printed.endswith(f"{LEGEND}\n")
+
+
 def test_command_without_a_subcommand_explains_itself(tmp_path):
     done = subprocess.run([sys.executable, "-m", "ds_affine"],
                           cwd=tmp_path,
@@ -150,6 +168,24 @@ def test_command_without_a_subcommand_explains_itself(tmp_path):
                           timeout=60)
     assert done.returncode == 2
     assert "demo" in done.stderr or "COMMAND" in done.stderr
+
+
+def test_command_says_where_another_deepspeed_hides_the_packages(tmp_path):
+    hiding = tmp_path / "deepspeed"
+    (hiding / "checkpoint").mkdir(parents=True)
+    (hiding / "__init__.py").touch()
+    (hiding / "checkpoint" / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, "-m", "ds_affine", "demo"],
+                          cwd=tmp_path,
+                          env=dict(os.environ, PYTHONPATH=path),
+                          capture_output=True,
+                          text=True,
+                          timeout=60)
+    assert done.returncode == 1
+    assert f"takes `deepspeed` from {hiding}" in done.stderr
+    assert "Install the wheels of both into one site directory." in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])

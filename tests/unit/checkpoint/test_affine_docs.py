@@ -5,6 +5,7 @@
 
 import doctest
 import importlib
+import inspect
 import pathlib
 import pkgutil
 import re
@@ -63,6 +64,24 @@ def specification_blocks():
     text = SPECIFICATION.read_text(encoding="utf-8")
     for block in re.finditer(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
         yield text.count("\n", 0, block.start(1)), block[1]
+
+
+def specified_signatures():
+    """``(name, arguments)`` of everything that sections 4 and 7 introduce."""
+    text = SPECIFICATION.read_text(encoding="utf-8")
+    layouts, algebra = (re.search(rf"^## {number} .*?(?=^## )", text, flags=re.DOTALL | re.MULTILINE)[0]
+                        for number in (4, 7))  # yapf: disable
+    return (re.findall(r"^\*\*`(\w+)(\([^`]*\))`\*\*", layouts, flags=re.MULTILINE) +
+            re.findall(r"^- `(\w+)(\([^`]*\))`:", algebra, flags=re.MULTILINE))
+
+
+def test_specification_names_the_arguments_as_the_code_does():
+    signatures = dict(specified_signatures())
+    affine = importlib.import_module("deepspeed.checkpoint.affine")
+    assert signatures == {name: str(inspect.signature(getattr(affine, name))) for name in signatures}
+    makers = {name for name in affine.__all__ if name.endswith("_map")}
+    assert makers | {"concat_affine_maps", "narrow", "permute", "relabel", "keep_locations", "compose"
+                     } == set(signatures)
 
 
 def test_specification_examples():

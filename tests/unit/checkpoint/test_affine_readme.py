@@ -1,24 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The example of the README does what it says when it is pasted and run."""
+"""The examples of the README do what it says when they are pasted and run."""
 
 import pathlib
 import re
 import subprocess
 import sys
 
+import pytest
+
 README = pathlib.Path(__file__).resolve().parents[3] / "README.md"
+IN_ONE_PROCESS, BETWEEN_PROCESSES = range(2)
+# Lines that a pasted example prints (DeepSpeed may log others), and how many lines of code it may have.
+PRINTED = {
+    IN_ONE_PROCESS: [r"\d+ copies, 30 elements"],
+    BETWEEN_PROCESSES: [r"rank 2 received shard 0", r"rank 3 received shard 1"],
+}
+LONGEST = {IN_ONE_PROCESS: 15, BETWEEN_PROCESSES: 25}
 
 
 def python_blocks():
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_example_runs_as_pasted(tmp_path):
-    blocks = python_blocks()
-    assert len(blocks) == 1
-    assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
-    done = subprocess.run([sys.executable, "-c", blocks[0]], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+def test_every_example_is_run_below():
+    assert len(python_blocks()) == len(PRINTED) == len(LONGEST)
+
+
+@pytest.mark.parametrize("number", PRINTED)
+def test_example_runs_as_pasted(tmp_path, number):
+    block = python_blocks()[number]
+    assert len([line for line in block.splitlines() if line.strip()]) <= LONGEST[number]
+    example = tmp_path / "example.py"
+    example.write_text(block, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^\d+ copies, 30 elements$", done.stdout, flags=re.MULTILINE)
+    for pattern in PRINTED[number]:
+        assert re.search(f"^{pattern}$", done.stdout, flags=re.MULTILINE), done.stdout
