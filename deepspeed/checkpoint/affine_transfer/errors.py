@@ -3,6 +3,8 @@
 # DeepSpeed Team
 """What planning and reading plans can raise."""
 
+from contextlib import contextmanager
+
 
 class AffineTransferError(ValueError):
     """Base of all planner errors, and the error itself for an exhausted budget or an unreadable stored plan."""
@@ -21,3 +23,12 @@ class UnsupportedLayoutError(AffineTransferError):
 
 class InvalidReplicaPolicyError(AffineTransferError):
     """A replica policy answered with something that is not one of the holders it was offered."""
+
+
+@contextmanager
+def naming(name):
+    """Say which parameter an error is about; the kind of error stays."""
+    try:
+        yield
+    except AffineTransferError as error:
+        raise type(error)(f'parameter {name!r}: {error}') from None

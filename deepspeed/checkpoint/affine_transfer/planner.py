@@ -34,6 +34,9 @@ def plan_transfer(target_map,
                   partial_targets=False):
     """Plan the copies that fill the shards of ``target_map`` from shards laid out by ``source_map``.
 
+    The target comes first here; in the executor and in ``TransferEndpoints`` the source does. Swapped maps can be a
+    valid plan of the opposite move, which no check can see; name the arguments.
+
     Args:
         target_map, source_map: ``ParamAffineMap`` of equal logical shape; nothing else ties them to one parameter.
         limits: ``PlanBudget``. A plan that needs more is refused, never shortened.
@@ -58,7 +61,7 @@ def plan_transfer(target_map,
 
     >>> from deepspeed.checkpoint.affine.constructors import contiguous_split_map
     >>> rows, columns = contiguous_split_map((4, 4), [2, 2], 0), contiguous_split_map((4, 4), [2, 2], 1)
-    >>> plan_transfer(columns, rows).segments[1]
+    >>> plan_transfer(target_map=columns, source_map=rows).segments[1]
     TransferSegment(source_rank=1, source_offset=0, source_strides=(4, 1), target_rank=0, target_offset=4, \
 target_strides=(2, 1), shape=(2, 2))
     """

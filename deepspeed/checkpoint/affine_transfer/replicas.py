@@ -108,9 +108,10 @@ class Topology:
 
     def __post_init__(self):
         for process, node in {} if self.nodes is None else mapping(self.nodes, 'nodes').items():
-            if type(process) is not int or type(node) is not int:
-                raise InvalidReplicaPolicyError(f'nodes has {shown(process)}: {shown(node)}; expected ints, a process '
-                                                'and its node')
+            if type(process) is not int or type(node) is not int or node < 0:
+                raise InvalidReplicaPolicyError(
+                    f'nodes has {shown(process)}: {shown(node)}; expected a process and its '
+                    'node, ints from 0 up')
 
     def processes(self, reads):
         """The process of every candidate, int64[C], and of every target, int64[R]."""
@@ -139,21 +140,24 @@ def local_first_least_loaded(reads, topology, members):
     """The target's own process before its node, and that before any other; among equals, holders take turns.
 
     The n targets that read from one set of holders at one distance are numbered in the order of their location ids.
-    In the parameter with number ``phase`` among those of equal maps the k-th of them starts at holder
-    ``k + phase * n``. That spreads equal reads evenly over a model and needs no running total, so every process
-    finds the same answer for the reads that it knows.
+    In the parameter with number ``phase`` among those of equal maps the k-th of them reads from holder
+    ``k + phase * n``, and each time these starts come round, one further. Over as many parameters as there are
+    holders, every target reads from every holder once. That spreads reads evenly over a model, whatever their sizes,
+    and needs no running total, so every process finds the same answer for the reads that it knows.
     """
     near = nearest(reads, topology)
     place, readers = _turns(near.reads, near.distance)
     # After as many parameters as any number of holders divides, all turns repeat.
     period = min(members, math.lcm(*np.unique(near.count).tolist()))
-    turns = place + np.arange(period)[:, None] * readers
+    phase = np.arange(period)[:, None]
+    common = np.gcd(readers, near.count)
+    turns = place + phase * readers + phase // (near.count // common) % common
     return near.reads.block[near.first + turns % near.count]
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """Reads with only their nearest candidates.
+    """Reads with only their nearest candidates, one for each process.
 
     Attributes:
         reads: as ``Reads``. first, count: int64[R], where a read's candidates start, and how many it has.
@@ -176,7 +180,10 @@ def nearest(reads, topology):
     rank = 2 * far + np.where(reads.same_scale, 0, 1)
     starts = np.searchsorted(reads.read, np.arange(len(target)))
     best = np.minimum.reduceat(rank, starts) if len(target) else rank
-    kept = reads.take(rank == best[reads.read])
+    kept = np.flatnonzero(rank == best[reads.read])
+    # Which of its copies a process sends makes no difference to what it sends.
+    _, first = row_ids(reads.read[kept], source[kept])
+    kept = reads.take(np.sort(kept[first]))
     count = np.bincount(kept.read, minlength=len(target))
     # Reads from one's own node are dealt out among that node's targets alone.
     distance = 2 * np.where(best // 2 == 1, 3 + there, best // 2) + best % 2

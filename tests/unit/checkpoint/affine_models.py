@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 import affine_strategies
-from affine_oracle import check_plan
-from deepspeed.checkpoint.affine import ParamAffineMap
+from affine_oracle import check_plan, replicated_contents
+from deepspeed.checkpoint.affine import ParamAffineMap, contiguous_split_map, replicated_map
 from deepspeed.checkpoint.affine_transfer import ParameterTransfer, SegmentColumns, TransferEndpoints, plan_transfers
 from deepspeed.checkpoint.affine_transfer import verify
 
@@ -35,12 +35,13 @@ class Model:
                               nodes=self.nodes,
                               **options)
 
-    def rebuilt(self):
-        """The same model in another order, of maps that share nothing."""
-        copies = {
-            name: replace(entry, source_map=_copy(entry.source_map), target_map=_copy(entry.target_map))
-            for name, entry in reversed(self.transfers.items())
-        }
+    def rebuilt(self, every=1):
+        """The same model in another order, with every second map, say, read from what a checkpoint stores."""
+        copies = {}
+        for index, (name, entry) in enumerate(reversed(self.transfers.items())):
+            if index % every == 0:
+                entry = replace(entry, source_map=_copy(entry.source_map), target_map=_copy(entry.target_map))
+            copies[name] = entry
         return replace(self, transfers=copies)
 
     def shared(self):
@@ -76,10 +77,21 @@ def same_columns(one, other):
 
 def same_plans(one, other):
     """Whether two model plans say the same in everything that a plan says."""
-    tables = ((one.names, one.sources, one.endpoints, one.process, one.balance), (other.names, other.sources,
-                                                                                  other.endpoints, other.process,
-                                                                                  other.balance))
+    tables = ((one.names, one.sources, one.endpoints, one.process, one.balance),
+              (other.names, other.sources, other.endpoints, other.process, other.balance))
     return tables[0] == tables[1] and all(one[name] == other[name] for name in one.names)
+
+
+def replica_model(sizes, holders, count, columns=4):
+    """Parameters with rows that some processes hold whole each, read in stretches of rows by one more process each."""
+    rows = sum(sizes)
+    entry = ParameterTransfer(contiguous_split_map((rows, columns), sizes, 0), replicated_map((rows, columns),
+                                                                                              holders), torch.bfloat16)
+    endpoints = TransferEndpoints({location: location
+                                   for location in range(holders)},
+                                  {reader: holders + reader
+                                   for reader in range(len(sizes))})
+    return Model({f'layer.{index}': entry for index in range(count)}, {}, endpoints, None)
 
 
 RENUMBERINGS = {
@@ -92,7 +104,7 @@ RENUMBERINGS = {
 
 @st.composite
 def models(draw, scaled=True):
-    """Models of 3 to 12 parameters over one to three shapes; some are scaled, some maps are shared, some relabelled."""
+    """Models of 3 to 12 parameters over a few shapes; some are scaled, share maps, or are relabelled."""
     pairs = []
     for _ in range(draw(st.integers(1, 3))):
         shape = draw(affine_strategies.shapes(max_axes=3))
@@ -119,6 +131,27 @@ def models(draw, scaled=True):
                                   _processes(draw, [pair[1] for pair in layouts.values()], 3, 7))
     nodes = draw(st.sampled_from([None, lambda process: process // 2, lambda process: process % 3]))
     return Model(transfers, layouts, endpoints, nodes and {process: nodes(process) for process in range(8)})
+
+
+@st.composite
+def contested_models(draw):
+    """Up to 12 parameters of equal maps; their slabs have different numbers of holders."""
+    slabs = []
+    for index in range(draw(st.integers(1, 3))):
+        copies = draw(st.integers(1, 5))
+        shape = draw(st.integers(1, 4)), 2
+        slab = affine_strategies.Layout('replicated', replicated_map(shape, copies),
+                                        replicated_contents(shape, copies))
+        slabs.append(affine_strategies.relabelled(slab, {old: 10 * index + old for old in range(copies)}))
+    source = affine_strategies.concatenation_of(slabs, 0)
+    target = draw(affine_strategies.replicated(source.shape) | affine_strategies.splits(source.shape))
+    entry = ParameterTransfer(target.map, source.map, torch.float32)
+    names = [f'{index}.weight' for index in range(draw(st.integers(1, 12)))]
+    nodes = draw(st.sampled_from([None, lambda process: process // 2]))
+    return Model(dict.fromkeys(names, entry), dict.fromkeys(names, (source, target)),
+                 TransferEndpoints(_processes(draw, [source], 0, 5), _processes(draw, [target], 4, 8)), nodes
+                 and {process: nodes(process)
+                      for process in range(9)})
 
 
 def _renumbered(layout, how):

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""One parameter of a model that is to be moved."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from deepspeed.checkpoint.affine.param_map import ParamAffineMap, as_map
+from deepspeed.checkpoint.affine_transfer.errors import AffineTransferError
+
+
+@dataclass(frozen=True)
+class ParameterTransfer:
+    """Where one parameter comes from and where it goes.
+
+    Parameters of equal shape and layout should share their map objects, or at least what ``relabel`` shares: a model
+    has tens of geometries and tens of thousands of parameters, and each distinct geometry is looked at once.
+
+    Args:
+        target_map, source_map: the layouts.
+        source_dtype: dtype of the source buffers, anything with an ``itemsize`` in bytes.
+        target_dtype: dtype of the target buffers and of the bytes that travel. Default: the source's.
+        source: name under which the source buffers are known, where it is not the parameter's own: a tied weight has
+            one source and several targets.
+        scale_power, partial_targets: as for ``plan_transfer``.
+
+    Raises:
+        TypeError: a map that is none.
+        AffineTransferError: a dtype without an ``itemsize``.
+    """
+    target_map: ParamAffineMap
+    source_map: ParamAffineMap
+    source_dtype: Any
+    target_dtype: Any = None
+    source: Optional[str] = None
+    scale_power: Optional[int] = None
+    partial_targets: bool = False
+
+    def __post_init__(self):
+        as_map(self.target_map, 'target_map')
+        as_map(self.source_map, 'source_map')
+        if type(getattr(self.wire_dtype, 'itemsize', None)) is not int:
+            raise AffineTransferError(f'{self.wire_dtype!r} is no dtype: it has no itemsize in bytes')
+
+    @property
+    def wire_dtype(self):
+        """dtype of the bytes that travel: a cast happens before sending."""
+        return self.source_dtype if self.target_dtype is None else self.target_dtype
+
+    @property
+    def width(self):
+        """Bytes per element on the wire."""
+        return self.wire_dtype.itemsize
