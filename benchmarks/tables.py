@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What the benchmarks share: CPU time, requirements, and tables that need no library."""
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Optional
+
+
+def cpu_seconds(work):
+    """CPU seconds of a call, and what it returned."""
+    start = time.process_time()
+    result = work()
+    return time.process_time() - start, result
+
+
+def number(value):
+    """A figure with as many digits as say something."""
+    if value >= 100:
+        return f'{value:,.0f}'
+    return f'{value:.2f}' if value >= 1 else f'{value:.3f}'
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A bound on a figure of this run; ``found`` is None where it was not measured, ``unit`` says what it counts."""
+    found: Optional[float]
+    unit: str
+    least: Optional[float] = None
+    most: Optional[float] = None
+
+    @property
+    def met(self):
+        if self.found is None:
+            return False
+        return (self.least is None or self.found >= self.least) and (self.most is None or self.found <= self.most)
+
+    @property
+    def bound(self):
+        return f'>= {self.least:,}' if self.most is None else f'<= {self.most:,}'
+
+    @property
+    def shown(self):
+        if self.found is None:
+            return 'not measured'
+        return f'{number(self.found)} {self.unit}{"" if self.met else ", MISSED"}'
+
+
+class Table:
+    """Rows of strings under named columns, of which the first ``left`` are aligned to the left."""
+
+    def __init__(self, columns, left):
+        self.columns, self.left, self.rows = columns, left, []
+
+    def add(self, *cells):
+        self.rows.append(cells)
+
+    def show(self, title):
+        """Print the table, with rich where it is installed."""
+        try:
+            from rich.console import Console
+            from rich.table import Table as RichTable
+        except ImportError:
+            print(title, self._plain(), sep='\n')
+            return
+        table = RichTable(title=title)
+        for position, name in enumerate(self.columns):
+            table.add_column(name, justify='left' if position < self.left else 'right', no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        # A table in a file or a pipe has no width of its own; nothing may be cut off there.
+        Console(width=None if sys.stdout.isatty() else 240).print(table)
+
+    def _plain(self):
+        rows = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) if position < self.left else cell.rjust(width)
+                     for position, (cell, width) in enumerate(zip(row, widths))]  # yapf: disable
+            lines.append('  '.join(cells).rstrip())
+        return '\n'.join(lines)
