@@ -59,12 +59,13 @@ def plan_transfers(transfers,
     """
     budget = PlanBudget() if limits is None else limits
     names = sorted_names(transfers)
+    sources = source_names(transfers, names)
     if process is not None and (type(process) is not int or process < 0):
         raise AffineTransferError(f'process is {shown(process)}; expected a rank of the endpoints, an int from 0 up')
     if not isinstance(endpoints, TransferEndpoints):
         raise InvalidReplicaPolicyError('plan_transfers needs endpoints: TransferEndpoints(source, target)')
     if callable(replica_policy):
-        return _plan_by_asking(transfers, names, endpoints, replica_policy, process, budget)
+        return _plan_by_asking(transfers, names, sources, endpoints, replica_policy, process, budget)
     if replica_policy != BALANCED and replica_policy not in POLICIES:
         raise InvalidReplicaPolicyError(f'replica_policy is {replica_policy!r}; the named policies are '
                                         f'{sorted((*POLICIES, BALANCED))}, or pass a callable')
@@ -78,8 +79,7 @@ def plan_transfers(transfers,
         for members, columns in choices:
             variant_of[members] = len(variants)
             variants.append(_variant(number, columns, endpoints))
-    sources = [transfers[name].source or name for name in names]
-    return ModelPlan(tuple(names), tuple(sources), variant_of, tuple(variants), tuple(planned), endpoints, process,
+    return ModelPlan(tuple(names), sources, variant_of, tuple(variants), tuple(planned), endpoints, process,
                      shares.report if shares else None)
 
 
@@ -128,6 +128,25 @@ def sorted_names(transfers):
         if entry.source is not None and not isinstance(entry.source, str):
             raise TypeError(f'parameter {name!r} has the source {shown(entry.source)}; expected the name of one')
     return sorted(transfers)
+
+
+def source_names(transfers, names):
+    """The name of the source buffers that each parameter reads.
+
+    Raises:
+        AffineTransferError: two parameters that read the same buffers but describe them differently.
+    """
+    readers, sources = {}, []
+    for name in names:
+        entry = transfers[name]
+        source = entry.source_name(name)
+        first = transfers[readers.setdefault(source, name)]
+        if first is not entry and (first.source_map != entry.source_map or first.source_dtype != entry.source_dtype):
+            raise AffineTransferError(
+                f'parameters {readers[source]!r} and {name!r} both read the source {source!r}, but '
+                'with different source maps or dtypes; tied weights have one source')
+        sources.append(source)
+    return tuple(sources)
 
 
 def group_by_maps(transfers, names):
@@ -246,7 +265,7 @@ def _chosen(group, reads, topology, policy, shares):
     return [(group.members[np.isin(row_of, equal)], chosen) for equal, chosen in by_choice(np.arange(len(rows)), rows)]
 
 
-def _plan_by_asking(transfers, names, endpoints, selector, process, budget):
+def _plan_by_asking(transfers, names, sources, endpoints, selector, process, budget):
     """Plan every parameter by itself: a callable may answer each as it likes."""
     planned, variants = [], []
     for number, name in enumerate(names):
@@ -261,8 +280,8 @@ def _plan_by_asking(transfers, names, endpoints, selector, process, budget):
             variant = _variant(number, plan.columns, endpoints)
         planned.append(PlannedClass(plan.logical_shape, plan.source_numel, plan.target_numel, entry.width))
         variants.append(variant if process is None else variant.of_process(process))
-    return ModelPlan(tuple(names), tuple(transfers[name].source or name for name in names), np.arange(len(names)),
-                     tuple(variants), tuple(planned), endpoints, process, None)
+    return ModelPlan(tuple(names), sources, np.arange(len(names)), tuple(variants), tuple(planned), endpoints, process,
+                     None)
 
 
 def _variant(number, columns, endpoints):

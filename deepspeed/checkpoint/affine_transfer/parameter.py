@@ -43,6 +43,10 @@ class ParameterTransfer:
         if type(getattr(self.wire_dtype, 'itemsize', None)) is not int:
             raise AffineTransferError(f'{self.wire_dtype!r} is no dtype: it has no itemsize in bytes')
 
+    def source_name(self, name):
+        """The name of the source buffers that the parameter ``name`` reads: its own, or another one's."""
+        return name if self.source is None else self.source
+
     @property
     def wire_dtype(self):
         """dtype of the bytes that travel: a cast happens before sending."""

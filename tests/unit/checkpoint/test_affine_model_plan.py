@@ -563,3 +563,12 @@ def test_a_budget_that_is_exhausted_names_the_parameter(policy, limits):
 def test_a_callable_that_names_no_holder_is_refused_with_the_parameter():
     with pytest.raises(InvalidReplicaPolicyError, match="'weight'"):
         plan_transfers({'weight': GOOD}, endpoints=PLACES, replica_policy=lambda request: 9)
+
+
+@pytest.mark.parametrize('change', [{'source_map': zero3_partition_map((8, 4), 4)}, {'source_dtype': torch.bfloat16}])
+def test_tied_weights_that_describe_their_source_differently_are_refused(change):
+    entry = ParameterTransfer(replicated_map((8, 4), 2), zero3_partition_map((8, 4), 3), torch.float32)
+    transfers = {'embed': entry, 'head': replace(entry, source='embed', **change)}
+    endpoints = TransferEndpoints({rank: rank for rank in range(4)}, {0: 4, 1: 5})
+    with pytest.raises(AffineTransferError, match="'embed' and 'head' both read the source 'embed'"):
+        plan_transfers(transfers, endpoints=endpoints)
