@@ -12,8 +12,8 @@ from deepspeed.checkpoint.affine_transfer_executor.execute import execute_transf
 from deepspeed.checkpoint.affine_transfer_executor.group import join_transfer_group
 
 from ds_affine.demo.layouts import FIRST_RANK, PROCESSES, ROLLOUTS, endpoints
+from ds_affine.demo.line import Line
 from ds_affine.demo.model import is_frozen
-from ds_affine.demo.worker import Line
 
 POLICY = "local_first_least_loaded"
 DTYPE = torch.float32

@@ -33,26 +33,6 @@ class Assignment:
         return f"{self.role} {self.rank}"
 
 
-@dataclass(frozen=True)
-class Line:
-    """What one process has to say of one moved parameter.
-
-    frozen: rollouts may still hold shards of it. gathered_bytes: what all rollouts together would have received if
-    each had taken the whole parameter. exact: None on a trainer, which checks nothing.
-    """
-    name: str
-    shape: tuple
-    elements: int
-    frozen: bool
-    gathered_bytes: int
-    segments: int
-    sent_bytes: int
-    local_copy_bytes: int
-    plan_seconds: float
-    move_seconds: float
-    exact: bool = None
-
-
 def run(assignment, connection):
     """Do the work, send ("done", lines) or ("failed", traceback), and end this process. Does not return."""
     _redirect_output(assignment.log)

@@ -18,7 +18,7 @@ import numpy as np
 from deepspeed.checkpoint.affine_geometry.columns import row_ids
 from deepspeed.checkpoint.affine_transfer.errors import naming
 from deepspeed.checkpoint.affine_transfer.meetings import meet
-from deepspeed.checkpoint.affine_transfer.replicas import nearest
+from deepspeed.checkpoint.affine_transfer.replicas import nearest, same_candidates
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class _Batch:
     """Equal reads of one target that the same holders can serve.
 
     Attributes:
-        key: class, holder set, distance and target id. place: what orders batches of equal reads, however the holder
-            sets of their maps are numbered: class, target id, distance and first corner in the parameter.
+        key: class, offer, wanted factor, distance and target id.
+        place: what orders batches of equal reads, however the holder sets of their maps are numbered: class, target
+            id, distance and first corner in the parameter.
         members: how many reads. size: bytes of each.
         senders: processes of the holders, in the order of their location ids.
         crosses: whether the reader is on another node than the holders.
     """
-    key: Tuple[int, int, int, int]
+    key: Tuple[int, int, float, int, int]
     place: Tuple[int, ...]
     members: int
     size: int
@@ -76,10 +77,10 @@ class Shares:
     """Whom each read of the model is dealt to.
 
     Attributes:
-        stretches: by class, holder set, distance and target id: where each holder's parameters end, int64[holders].
+        stretches: by the key of a batch: where each holder's parameters end, int64[holders].
         numbers: the number of a class by its first member.
     """
-    stretches: Dict[Tuple[int, int, int, int], np.ndarray]
+    stretches: Dict[Tuple[int, int, float, int, int], np.ndarray]
     numbers: Dict[int, int]
     report: BalanceReport
 
@@ -90,8 +91,8 @@ class Shares:
         chosen = np.tile(near.reads.block[near.first], (len(group.members), 1))
         place = np.arange(len(group.members))
         open_reads = np.flatnonzero((near.count > 1) & ~near.local)
-        keys = zip(reads.holders[open_reads].tolist(), near.distance[open_reads].tolist(),
-                   reads.target_rank[open_reads].tolist())
+        keys = zip(reads.offer[open_reads].tolist(), reads.wanted[open_reads].tolist(),
+                   near.distance[open_reads].tolist(), reads.target_rank[open_reads].tolist())
         for read, key in zip(open_reads.tolist(), keys):
             holder = np.searchsorted(self.stretches[(number, *key)], place, 'right')
             chosen[:, read] = near.reads.block[near.first[read] + holder]
@@ -140,14 +141,15 @@ def _batches(number, parameters, meetings, near, topology, loads):
     for size, read in zip(_sums(ids, volume[single]), single[first].tolist()):
         loads.add(int(sender[near.first[read]]), size * members, bool(crosses[read]))
     choice = np.flatnonzero((near.count > 1) & ~near.local)
-    ids, first = row_ids(reads.holders[choice], near.distance[choice], reads.target_rank[choice])
+    alike, _ = same_candidates(reads, near.distance)
+    ids, first = row_ids(alike[choice], reads.target_rank[choice])
     # The first of each batch in the parameter.
     order = np.lexsort((*meetings.lower[choice].T[::-1], ids))
     corners = meetings.lower[choice[order[np.searchsorted(ids[order], np.arange(len(first)))]]].tolist()
     batches = []
     for size, read, corner in zip(_sums(ids, volume[choice]), choice[first].tolist(), corners):
         distance, target = int(near.distance[read]), int(reads.target_rank[read])
-        key = number, int(reads.holders[read]), distance, target
+        key = number, int(reads.offer[read]), float(reads.wanted[read]), distance, target
         start = near.first[read]
         senders = tuple(sender[start:start + near.count[read]].tolist())
         batches.append(_Batch(key, (number, target, distance, *corner), members, size, senders, bool(crosses[read])))

@@ -23,10 +23,14 @@ from deepspeed.checkpoint.affine_transfer.replicas import gather_reads
 
 @dataclass(frozen=True)
 class Side:
-    """One map, proved and in normal form: its ``PieceColumns``, ``Blocks`` and ``HeldRegions``."""
+    """One map, proved and in normal form: its ``PieceColumns``, ``Blocks`` and ``HeldRegions``.
+
+    ``offers`` is int64[A]: regions with equal numbers have the same holders, each by the same factor.
+    """
     columns: PieceColumns
     blocks: Blocks
     regions: HeldRegions
+    offers: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,23 @@ def reads_of(source, target, meetings, source_ids=None, target_ids=None):
     """
     source_ids = source.columns.location_ids if source_ids is None else source_ids
     target_ids = target.columns.location_ids if target_ids is None else target_ids
-    return gather_reads(target_ids[target.blocks.shard[meetings.target]], source.regions, meetings.region, source_ids,
-                        source.blocks, target.blocks.scale[meetings.target])
+    return gather_reads(target_ids[target.blocks.shard[meetings.target]], source, meetings.region, source_ids,
+                        target.blocks.scale[meetings.target])
+
+
+def _offers(blocks, regions):
+    """Number what regions offer: a holder set, and the factor by which each holder has the region."""
+    if not len(blocks.scale) or blocks.scale.min() == blocks.scale.max():
+        return regions.holders
+    order = np.lexsort(
+        (blocks.shard[regions.blocks], np.repeat(np.arange(len(regions.holders)), np.diff(regions.starts))))
+    scales = blocks.scale[regions.blocks[order]]
+    known = {}
+    bounds = zip(regions.starts[:-1].tolist(), regions.starts[1:].tolist())
+    return np.array([
+        known.setdefault((holders, scales[start:stop].tobytes()), len(known))
+        for holders, (start, stop) in zip(regions.holders.tolist(), bounds)
+    ], np.int64)
 
 
 @contextmanager
@@ -127,7 +146,7 @@ def _normalized(affine_map, budget, check, must_cover):
         count, offset = count_uncovered(regions, shape)
         raise InvalidMapError(f'pieces cover {affine_map.numel - count} of its {affine_map.numel} logical elements; '
                               f'the first that no location holds is at offset {offset}')
-    return Side(columns, blocks, regions)
+    return Side(columns, blocks, regions, _offers(blocks, regions))
 
 
 def meet(source, target, budget, rows=None, regions=None):

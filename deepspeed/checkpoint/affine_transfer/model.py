@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed.checkpoint.affine.checks import mapping, shown
+from deepspeed.checkpoint.affine.checks import MAX_ELEMENTS, mapping, shown
 from deepspeed.checkpoint.affine.identity import geometry_digest
 from deepspeed.checkpoint.affine_transfer.assemble import segment_columns, shard_numels
 from deepspeed.checkpoint.affine_transfer.balance import balance_reads, by_choice
@@ -64,9 +64,10 @@ def plan_transfers(transfers,
         raise AffineTransferError(f'process is {shown(process)}; expected a rank of the endpoints, an int from 0 up')
     if not isinstance(endpoints, TransferEndpoints):
         raise InvalidReplicaPolicyError('plan_transfers needs endpoints: TransferEndpoints(source, target)')
+    _check_total(transfers, names)
     if callable(replica_policy):
         return _plan_by_asking(transfers, names, sources, endpoints, replica_policy, process, budget)
-    if replica_policy != BALANCED and replica_policy not in POLICIES:
+    if not isinstance(replica_policy, str) or replica_policy not in (*POLICIES, BALANCED):
         raise InvalidReplicaPolicyError(f'replica_policy is {replica_policy!r}; the named policies are '
                                         f'{sorted((*POLICIES, BALANCED))}, or pass a callable')
     topology = Topology(endpoints, nodes)
@@ -128,6 +129,20 @@ def sorted_names(transfers):
         if entry.source is not None and not isinstance(entry.source, str):
             raise TypeError(f'parameter {name!r} has the source {shown(entry.source)}; expected the name of one')
     return sorted(transfers)
+
+
+def _check_total(transfers, names):
+    """Raise unless all bytes that the model's targets take fit into the sums that are made of them."""
+    taken = {}
+    total = 0
+    for name in names:
+        entry = transfers[name]
+        known = id(entry.target_map)
+        if known not in taken:
+            taken[known] = sum(shard_numels(entry.target_map.columns).values())
+        total += taken[known] * entry.width
+    if total > MAX_ELEMENTS:
+        raise AffineTransferError(f'the targets of these {len(names)} parameters take {total} bytes, more than 2**62')
 
 
 def source_names(transfers, names):

@@ -6,8 +6,12 @@
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap, as_map
 from deepspeed.checkpoint.affine_transfer.errors import AffineTransferError
+
+# Bytes; the widest element that torch has, complex128, takes 16.
+_WIDEST = 64
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,8 @@ class ParameterTransfer:
         scale_power, partial_targets: as for ``plan_transfer``.
 
     Raises:
-        TypeError: a map that is none.
-        AffineTransferError: a dtype without an ``itemsize``.
+        TypeError: a map or an option of another type.
+        AffineTransferError: a dtype without a usable ``itemsize``.
     """
     target_map: ParamAffineMap
     source_map: ParamAffineMap
@@ -40,8 +44,14 @@ class ParameterTransfer:
     def __post_init__(self):
         as_map(self.target_map, 'target_map')
         as_map(self.source_map, 'source_map')
-        if type(getattr(self.wire_dtype, 'itemsize', None)) is not int:
-            raise AffineTransferError(f'{self.wire_dtype!r} is no dtype: it has no itemsize in bytes')
+        size = getattr(self.wire_dtype, 'itemsize', None)
+        if type(size) is not int or not 1 <= size <= _WIDEST:
+            raise AffineTransferError(f'{self.wire_dtype!r} is no dtype of a tensor: its itemsize is {shown(size)}; '
+                                      f'expected 1 to {_WIDEST} bytes')
+        if type(self.scale_power) not in (int, type(None)):
+            raise TypeError(f'scale_power must be an int or None, but it is {shown(self.scale_power)}')
+        if type(self.partial_targets) is not bool:
+            raise TypeError(f'partial_targets must be a bool, but it is {shown(self.partial_targets)}')
 
     def source_name(self, name):
         """The name of the source buffers that the parameter ``name`` reads: its own, or another one's."""

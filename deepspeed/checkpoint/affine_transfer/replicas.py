@@ -51,34 +51,37 @@ class Reads:
     """R reads and the blocks that they could be served from.
 
     Attributes:
-        target_rank: int64[R], location id. holders: int64[R], id of the set of locations that hold the region.
+        target_rank: int64[R], location id. wanted: float64[R], the factor by which the target holds the region.
+        offer: int64[R]; reads with equal numbers have the same holders, each by the same factor.
         read: int64[C], which read a candidate is for, ascending. block: int64[C], the candidate's source block.
         source_rank: int64[C], location id, ascending within a read.
         same_scale: bool[C], whether the candidate holds the region by the factor that the target wants.
     """
     target_rank: np.ndarray
-    holders: np.ndarray
+    wanted: np.ndarray
+    offer: np.ndarray
     read: np.ndarray
     block: np.ndarray
     source_rank: np.ndarray
     same_scale: np.ndarray
 
     def take(self, kept):
-        return Reads(self.target_rank, self.holders, self.read[kept], self.block[kept], self.source_rank[kept],
-                     self.same_scale[kept])
+        return Reads(self.target_rank, self.wanted, self.offer, self.read[kept], self.block[kept],
+                     self.source_rank[kept], self.same_scale[kept])
 
 
-def gather_reads(target_rank, regions, region, location_ids, source_blocks, target_scale):
-    """List the candidates of reads: read k takes ``region[k]`` into a shard of ``target_rank[k]``."""
+def gather_reads(target_rank, source, region, location_ids, wanted):
+    """List the candidates of reads: read k takes ``region[k]`` of ``source`` into a shard of ``target_rank[k]``."""
+    regions, blocks = source.regions, source.blocks
     read, at = expand_ranges(regions.starts[region], regions.starts[region + 1])
     block = regions.blocks[at]
-    source_rank = location_ids[source_blocks.shard[block]]
+    source_rank = location_ids[blocks.shard[block]]
     # Regions list holders in the order of the ids that they were proved with; these may be others.
     if ((source_rank[1:] < source_rank[:-1]) & (read[1:] == read[:-1])).any():
         order = np.lexsort((source_rank, read))
         block, source_rank = block[order], source_rank[order]
-    return Reads(target_rank, regions.holders[region], read, block, source_rank,
-                 source_blocks.scale[block] == target_scale[read])
+    return Reads(target_rank, wanted, source.offers[region], read, block, source_rank,
+                 blocks.scale[block] == wanted[read])
 
 
 def without_rescaling(reads):
@@ -100,6 +103,10 @@ def without_rescaling(reads):
     return reads
 
 
+# Node ids are folded into the numbers of distances.
+_MOST_NODES = 2**31
+
+
 @dataclass(frozen=True)
 class Topology:
     """Where locations are: ``endpoints`` (location to process) and ``nodes`` (process to node), or None if unknown."""
@@ -108,10 +115,10 @@ class Topology:
 
     def __post_init__(self):
         for process, node in {} if self.nodes is None else mapping(self.nodes, 'nodes').items():
-            if type(process) is not int or type(node) is not int or node < 0:
+            if type(process) is not int or type(node) is not int or not 0 <= node < _MOST_NODES:
                 raise InvalidReplicaPolicyError(
                     f'nodes has {shown(process)}: {shown(node)}; expected a process and its '
-                    'node, ints from 0 up')
+                    'node, ints from 0 up and below 2**31')
 
     def processes(self, reads):
         """The process of every candidate, int64[C], and of every target, int64[R]."""
@@ -162,7 +169,7 @@ class Nearest:
     Attributes:
         reads: as ``Reads``. first, count: int64[R], where a read's candidates start, and how many it has.
         distance: int64[R], one number per kind of distance (own process, each own node, elsewhere) and of scale (the
-            target's own, another). Reads of one holder set and one distance have the same candidates.
+            target's own, another). Reads of one offer, one wanted factor and one distance have the same candidates.
         local: bool[R], whether the target's own process holds the region.
     """
     reads: Reads
@@ -190,10 +197,16 @@ def nearest(reads, topology):
     return Nearest(kept, np.cumsum(count) - count, count, distance, best // 2 == 0)
 
 
+def same_candidates(reads, distance):
+    """Number reads so that equal numbers mean equal candidates, and the first read of each number: see ``row_ids``."""
+    return row_ids(reads.offer, distance, reads.wanted.view(np.int64))
+
+
 def _turns(reads, distance):
     """Each read's place among the readers of its holders, and how many these are: int64[R] each."""
-    reader, first = row_ids(reads.holders, distance, reads.target_rank)
-    group, _ = row_ids(reads.holders[first], distance[first])
+    group, _ = same_candidates(reads, distance)
+    reader, first = row_ids(group, reads.target_rank)
+    group = group[first]
     place = np.arange(len(first)) - np.searchsorted(group, group)
     readers = np.bincount(group)
     return place[reader], readers[group][reader]

@@ -17,7 +17,7 @@ from ds_affine.demo import command
 from ds_affine.demo.launcher import DemoFailed, launch
 from ds_affine.demo.reference import cut, former_shard, same_bits
 from ds_affine.demo.report import COLUMNS, LEGEND, rows, show
-from ds_affine.demo.worker import Line
+from ds_affine.demo.line import Line
 
 MOVED_PARAMETERS = 17  # of each layer: fused QKV, o, gate, up, down and two norms; embedding, last norm, head
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from deepspeed.checkpoint.affine_transfer import (AffineTransferError, InvalidMa
                                                   ParameterTransfer, PlanBudget, TransferEndpoints, TransferSegment,
                                                   UnsupportedLayoutError, model, plan_transfer, plan_transfers,
                                                   save_model_plan)
+from deepspeed.checkpoint.affine_transfer.verify import check_plan as prove
 
 
 def _by_parity(request):
@@ -572,3 +575,75 @@ def test_tied_weights_that_describe_their_source_differently_are_refused(change)
     endpoints = TransferEndpoints({rank: rank for rank in range(4)}, {0: 4, 1: 5})
     with pytest.raises(AffineTransferError, match="'embed' and 'head' both read the source 'embed'"):
         plan_transfers(transfers, endpoints=endpoints)
+
+
+def _rows_with_factors(factors, order):
+    """Rows of four, held by every location: row r by ``factors[location][r]``, as row ``order[r]`` of its shard."""
+    ranks, rows = range(len(factors)), range(len(order))
+    piece = partial(AffinePiece, (1, 4))
+    return ParamAffineMap(
+        (len(rows), 4), {rank: (len(rows), 4)
+                         for rank in ranks},
+        {
+            rank: [piece(4 * row, (4, 1), 4 * order[row], (4, 1), ranks, scale=factors[rank][row]) for row in rows]
+            for rank in ranks
+        })
+
+
+@pytest.mark.parametrize('scale_power', [None, 1])
+@pytest.mark.parametrize('factors, order, wanted', [
+    ([[1, 1, 1], [1, 1, 1], [1, 2, 1]], [1, 0, 2], [1, 1, 1]),
+    ([[1, 1], [1, 1], [1, 2]], [0, 1], [1, 1]),
+    ([[2, 1], [1, 1], [1, 1]], [0, 1], [1, 1]),
+    ([[1, 2], [2, 1], [1, 1]], [0, 1], [1, 1]),
+    ([[1, 1], [2, 2]], [0, 1], [1, 2]),
+])
+def test_holders_that_differ_in_scale_by_region_are_dealt_out_region_by_region(factors, order, wanted, scale_power):
+    """Regions of one holder set offer different candidates where a target wants the factor that only some have."""
+    source, target = _rows_with_factors(factors, order), _rows_with_factors([wanted], range(len(wanted)))
+    endpoints = TransferEndpoints({rank: 1 + rank for rank in range(len(factors))}, {0: 0})
+    transfers = {
+        f'p{place}': ParameterTransfer(target, source, torch.float32, scale_power=scale_power)
+        for place in range(6)
+    }
+    for policy in ('balanced', 'local_first_least_loaded'):
+        whole = plan_transfers(transfers, endpoints=endpoints, replica_policy=policy)
+        for plan in whole.values():
+            prove(plan, target, source)
+        for process in range(1 + len(factors)):
+            own = plan_transfers(transfers, endpoints=endpoints, replica_policy=policy, process=process)
+            assert {name: tuple(columns.segments()) for name, columns in whole.of_process(process)} == \
+                {name: tuple(plan.segments) for name, plan in own.items() if len(plan.segments)}
+        if policy == 'balanced':
+            assert whole.balance.busiest_bytes == max(whole.sent_bytes().values())
+            assert whole.balance.lower_bound_bytes <= whole.balance.busiest_bytes
+
+
+@pytest.mark.parametrize('change, error', [({
+    'source_dtype': SimpleNamespace(itemsize=0)
+}, AffineTransferError), ({
+    'source_dtype': SimpleNamespace(itemsize=-4)
+}, AffineTransferError), ({
+    'source_dtype': SimpleNamespace(itemsize=10**30)
+}, AffineTransferError), ({
+    'scale_power': '1'
+}, TypeError), ({
+    'partial_targets': 'no'
+}, TypeError)])
+def test_options_that_mean_nothing_are_refused(change, error):
+    with pytest.raises(error, match='itemsize|scale_power|partial_targets'):
+        replace(ParameterTransfer(replicated_map((4, ), 1), replicated_map((4, ), 1), torch.float32), **change)
+
+
+def test_a_model_beyond_what_sums_hold_is_refused():
+    huge = ParameterTransfer(replicated_map((2**58, ), 1), zero3_partition_map((2**58, ), 2), torch.float32)
+    endpoints = TransferEndpoints({0: 0, 1: 1}, {0: 2})
+    assert plan_transfers({'p': huge}, endpoints=endpoints).received_bytes() == {2: 2**60}
+    with pytest.raises(AffineTransferError, match='more than 2\\*\\*62'):
+        plan_transfers({f'p{place}': huge for place in range(40)}, endpoints=endpoints)
+
+
+def test_nodes_beyond_what_distances_hold_are_refused():
+    entry = ParameterTransfer(replicated_map((4, ), 2), replicated_map((4, ), 2), torch.float32)
+    with pytest.raises(InvalidReplicaPolicyError, match='2\\*\\*31'):
+        plan_transfers({'p': entry}, endpoints=TransferEndpoints({0: 0, 1: 1}, {0: 2, 1: 3}), nodes={0: 2**63 - 1})
