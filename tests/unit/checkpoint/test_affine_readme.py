@@ -37,4 +37,5 @@ def test_example_runs_as_pasted(tmp_path, number):
     done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     for pattern in PRINTED[number]:
-        assert re.search(f"^{pattern}$", done.stdout, flags=re.MULTILINE), done.stdout
+        # Processes write to one pipe, where the text of one line and the end of another may come in any order.
+        assert re.search(pattern, done.stdout), done.stdout
