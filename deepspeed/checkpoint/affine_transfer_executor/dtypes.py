@@ -5,6 +5,7 @@
 
 import torch
 
+from deepspeed.checkpoint.affine.tensors import has_division
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
 
 
@@ -23,12 +24,8 @@ def check_dtypes(source: torch.dtype, target: torch.dtype, scaled: bool) -> None
         raise AffineTransferExecutionError(f'sources of {source} cannot become targets of {target}: only floating '
                                            'point is cast to floating point, and complex to complex. Convert the '
                                            'sources yourself')
-    if scaled and not _has_division(source):
+    if scaled and not has_division(source):
         raise AffineTransferExecutionError(f'the plan scales its segments, and {source} cannot be scaled')
-
-
-def _has_division(dtype: torch.dtype) -> bool:
-    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def rescaled(values: torch.Tensor, source_scale: float, target_scale: float) -> torch.Tensor:
