@@ -4,44 +4,71 @@
 """All processes agree on what is about to happen, or all of them refuse it with the same words."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel, WaitFailed
 from deepspeed.checkpoint.affine_transfer_executor.digest import PROTOCOL_VERSION
-from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained
-from deepspeed.checkpoint.affine_transfer_executor.prepare import TERMS
+from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, Explained,
+                                                                  TransferBrokenError)
 
 # The size of a row never changes, in any version: a gloo receive of another size aborts the process.
 ROW = 32
-VERSION, REFUSED, FIRST_TERM = 0, 1, 2
+VERSION, REFUSED, DOING, FIRST_TERM, FIRST_FACT = 0, 1, 2, 3, 24
 REASON_BYTES = 1024
 NAMED = 4
+# What processes can agree about. The order is part of the protocol.
+DOINGS = ('compile a transfer', 'run a transfer', 'check what arrived', 'switch to what arrived')
+COMPILE, RUN, VERIFY, SWITCH = DOINGS
 # What it means that the group breaks before all have agreed.
 BROKE_BEFORE = 'the transfer broke before it began and no target has changed'
+REFUSED_BEFORE = 'the transfer was refused before it began and no target has changed'
 
 
-def agree(channel: Channel, terms: Optional[Dict[str, bytes]], reason: str, timeout: float) -> None:
-    """Exchange what this batch is made from; nothing has moved yet, and nothing will unless all agree.
+@dataclass(frozen=True)
+class Position:
+    """What one process brings to an agreement.
+
+    Attributes:
+        doing: one of DOINGS.
+        terms: name of what must agree -> 16 bytes that stand for it; None where this process cannot go on.
+        reason: then, why it cannot.
+        facts: up to eight integers for the others to know.
+        before: what it means for the transfer, and for its targets, if the processes do not agree.
+    """
+    doing: str
+    terms: Optional[Mapping] = None
+    reason: str = ''
+    facts: Tuple[int, ...] = ()
+    before: str = REFUSED_BEFORE
+
+
+def agree(channel: Channel, position: Position, timeout: float) -> List[Tuple[int, ...]]:
+    """Exchange what is about to happen; nothing happens unless all agree.
 
     Args:
         channel: the group.
-        terms: name of what must agree -> 16 bytes, or None where this process cannot run the batch.
-        reason: then, why it cannot.
+        position: of this process.
         timeout: seconds to wait for the others.
+
+    Returns:
+        The eight facts of every process, by process; zeros where it has fewer.
 
     Raises:
         AffineTransferExecutionError: on every process, if any refuses or differs; or on those that came, if
             some do not come in time.
     """
-    _refuse_broken(channel)
     # Made before the first exchange: whoever takes part in it must be able to take part in the second.
-    row, text = _row(terms), _encoded(reason)
-    with channel.ending(BROKE_BEFORE):
-        objection = _objection(*_exchange(channel, row, text, timeout))
+    row, text = _row(position), _encoded(position.reason)
+    with channel.ending(BROKE_BEFORE if position.before == REFUSED_BEFORE else position.before):
+        rows, texts = _exchange(channel, row, text, timeout)
+        objection = _objection(position, rows, texts)
     if objection:
         raise AffineTransferExecutionError(objection)
+    return [tuple(row[FIRST_FACT:].tolist()) for row in rows]
 
 
 def _exchange(channel: Channel, row: torch.Tensor, text: torch.Tensor,
@@ -57,16 +84,14 @@ def _exchange(channel: Channel, row: torch.Tensor, text: torch.Tensor,
         raise Explained(_nobody_came(channel, failure, timeout, time.monotonic() - began)) from failure
 
 
-def _objection(rows: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> str:
+def _objection(position: Position, rows: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> str:
     """Why the transfer is refused, on every process in the same words, or nothing."""
     refused = _refused(rows)
     if refused:
-        return ('the transfer was refused before it began and no target has changed: ' +
-                '; '.join(_refusals(refused, texts)))
-    differences = _differences(rows)
+        return f'{position.before}: ' + '; '.join(_refusals(refused, texts))
+    differences = _differences(rows, position.terms)
     if differences:
-        return ('processes do not have the same transfer schedule, so the transfer was refused before it began and '
-                'no target has changed: ' + '; '.join(differences))
+        return (f'processes do not have the same transfer schedule; {position.before}: ' + '; '.join(differences))
     return ''
 
 
@@ -74,14 +99,16 @@ def _refused(rows: Sequence[torch.Tensor]) -> List[int]:
     return [rank for rank, row in enumerate(rows) if row[REFUSED]]
 
 
-def _row(terms: Optional[Dict[str, bytes]]) -> torch.Tensor:
+def _row(position: Position) -> torch.Tensor:
     row = torch.zeros(ROW, dtype=torch.int64)
     row[VERSION] = PROTOCOL_VERSION
-    row[REFUSED] = terms is None
-    for index, name in enumerate(TERMS if terms is not None else ()):
-        halves = (terms[name][:8], terms[name][8:])
+    row[REFUSED] = position.terms is None
+    row[DOING] = DOINGS.index(position.doing)
+    for index, term in enumerate((position.terms or {}).values()):
+        halves = (term[:8], term[8:])
         place = FIRST_TERM + 2 * index
         row[place:place + 2] = torch.tensor([int.from_bytes(half, 'little', signed=True) for half in halves])
+    row[FIRST_FACT:FIRST_FACT + len(position.facts)] = torch.tensor(position.facts, dtype=torch.int64)
     return row
 
 
@@ -100,9 +127,13 @@ def _refusals(refused: Sequence[int], texts: Sequence[torch.Tensor]) -> List[str
     return lines
 
 
-def _differences(rows: Sequence[torch.Tensor]) -> List[str]:
+def _differences(rows: Sequence[torch.Tensor], terms: Mapping) -> List[str]:
     lines = _camps('versions of this library\'s protocol', [(int(row[VERSION]), ) for row in rows])
-    for index, name in enumerate(TERMS):
+    doings = [int(row[DOING]) for row in rows]
+    if len(set(doings)) > 1:
+        acts = [f'process {rank} is to {DOINGS[doing]}' for rank, doing in enumerate(doings) if doing < len(DOINGS)]
+        return lines + [', '.join(acts[:NAMED])]
+    for index, name in enumerate(terms):
         place = FIRST_TERM + 2 * index
         lines += _camps(name, [tuple(row[place:place + 2].tolist()) for row in rows])
     return lines
@@ -128,11 +159,12 @@ def named(ranks: Sequence[int]) -> str:
     return f'process {numbers(ranks)}' if len(ranks) == 1 else f'processes {numbers(ranks)}'
 
 
-def _refuse_broken(channel: Channel) -> None:
+def refuse_broken(channel: Channel) -> None:
+    """Raise AffineTransferExecutionError if the group has broken before."""
     broken = channel.board.broken()
     if broken is not None:
-        raise AffineTransferExecutionError('this group cannot be used any more, so the transfer was refused before it '
-                                           f'began: {broken}. Join a new group')
+        raise TransferBrokenError('this group cannot be used any more, so the transfer was refused before it '
+                                  f'began: {broken}. Join a new group')
 
 
 def _nobody_came(channel: Channel, failure: WaitFailed, timeout: float, waited: float) -> str:

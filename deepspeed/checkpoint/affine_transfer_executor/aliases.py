@@ -79,9 +79,15 @@ def stays(request, segment) -> bool:
     """Whether a local segment copies a region onto itself, bit for bit."""
     if segment.is_scaled or request.source_dtype != request.target_dtype:
         return False
-    ends = ((request.sources[segment.source_rank], segment.source_offset, segment.source_strides),
-            (request.targets[segment.target_rank], segment.target_offset, segment.target_strides))
-    views = [shard.view(Piece(offset, strides, segment.shape)) for shard, offset, strides in ends]
+    return same_memory(request.sources[segment.source_rank],
+                       Piece(segment.source_offset, segment.source_strides, segment.shape),
+                       request.targets[segment.target_rank],
+                       Piece(segment.target_offset, segment.target_strides, segment.shape))
+
+
+def same_memory(one: Shard, its_piece: Piece, other: Shard, others_piece: Piece) -> bool:
+    """Whether two pieces of one shape are the same bytes in the same order."""
+    views = one.view(its_piece), other.view(others_piece)
     return all(view is not None for view in views) and _same(*views)
 
 

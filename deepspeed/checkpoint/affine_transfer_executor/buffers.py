@@ -132,6 +132,9 @@ class Shard:
         if blocks is None:
             for start, index in self._indices(piece):
                 values = self._bytes().index_select(0, index).view(-1).view(self.tensor.dtype)
+                # Views that are lazily conjugated or negated say so beside their bytes.
+                values = values.conj() if self.tensor.is_conj() else values
+                values = values.neg() if self.tensor.is_neg() else values
                 out[start:start + len(index)].copy_(transform(values))
             return
         start = 0

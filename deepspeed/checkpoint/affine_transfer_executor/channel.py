@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, _get_process_group_store
 
-from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, described
+from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, TransferBrokenError,
+                                                                  described)
 from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
 
 # Backends that move accelerator memory; every other one is handed CPU memory.
@@ -142,7 +143,7 @@ class Channel:
         if finished is False:
             raise WaitFailed(pending, f'nothing came in {left:.1f} seconds')
 
-    def leave(self, what: str, report: str) -> AffineTransferExecutionError:
+    def leave(self, what: str, report: str) -> TransferBrokenError:
         """End the group: note why on the board, hang up, and make the error to raise.
 
         Args:
@@ -156,8 +157,7 @@ class Channel:
         finally:
             self.hang_up()
         suffix = f'. It began elsewhere: {began}' if began else ''
-        return AffineTransferExecutionError(f'{what}: {report}{suffix}. This group cannot be used any more; join a '
-                                            'new one')
+        return TransferBrokenError(f'{what}: {report}{suffix}. This group cannot be used any more; join a new one')
 
     @contextmanager
     def ending(self, what: str) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Channel:
             what: as ``leave`` takes it.
 
         Raises:
-            AffineTransferExecutionError: for any Exception; what interrupts the process is raised as it is.
+            TransferBrokenError: for any Exception; what interrupts the process is raised as it is.
         """
         try:
             yield

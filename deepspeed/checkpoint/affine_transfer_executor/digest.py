@@ -4,16 +4,18 @@
 """Digests: two processes that hold the same digest will post the same messages."""
 
 import hashlib
+from dataclasses import fields
 from typing import Iterable
 
 import numpy as np
 
 from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
+from deepspeed.checkpoint.affine_transfer.model_plan import PlannedClass
 from deepspeed.checkpoint.affine_transfer.plan import TransferPlan
 from deepspeed.checkpoint.affine_transfer_executor.requests import StagingBudget
 
 # Changes whenever processes with different numbers would not post the same messages.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 def plan_digest(plan: TransferPlan, endpoints: TransferEndpoints, budget: StagingBudget, element_size: int) -> str:
@@ -32,8 +34,19 @@ def plan_digest(plan: TransferPlan, endpoints: TransferEndpoints, budget: Stagin
 
         plan_digest(plan, endpoints, StagingBudget(), torch.bfloat16.itemsize)
     """
-    parts = [PROTOCOL_VERSION, plan_bytes(plan), endpoints_bytes(endpoints), budget.bytes_per_peer, element_size]
+    parts = [PROTOCOL_VERSION, plan_bytes(plan), endpoints_bytes(endpoints), budget_bytes(budget), element_size]
     return hash_of(parts).hex()
+
+
+def budget_bytes(budget: StagingBudget) -> bytes:
+    """A digest of all that decides how messages are cut."""
+    return hash_of(getattr(budget, item.name) for item in fields(budget))
+
+
+def class_bytes(group: PlannedClass) -> bytes:
+    """A digest of what the plans of all processes have in common for one parameter of a model."""
+    parts = [_int64(group.logical_shape), group.width]
+    return hash_of(parts + [_int64(sorted(numel.items())) for numel in (group.source_numel, group.target_numel)])
 
 
 def plan_bytes(plan: TransferPlan) -> bytes:

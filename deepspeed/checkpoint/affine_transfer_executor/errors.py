@@ -8,8 +8,12 @@ class AffineTransferExecutionError(ValueError):
     """A transfer that was refused before it began, or that broke while it ran; the message says which.
 
     Refused: every process of the group raises it, no target has changed and the group can be used again.
-    Broken (a peer died or was late): targets may be partly written, and the group cannot be used again.
+    Broken (a peer died or was late): that is a TransferBrokenError; targets may be partly written.
     """
+
+
+class TransferBrokenError(AffineTransferExecutionError):
+    """A transfer that broke: its group cannot be used again, nor a program that was compiled for it."""
 
 
 class Explained(Exception):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Check a batch against the buffers of one process, and make its schedule. Nothing is moved here."""
+"""Check a batch against the buffers of one process, and find what it moves. Nothing is moved here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Dict, Iterable, Tuple
+from dataclasses import dataclass, replace
+from typing import Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -15,34 +15,50 @@ from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer.plan import TransferPlan
 from deepspeed.checkpoint.affine_transfer.segments import SegmentColumns
 from deepspeed.checkpoint.affine_transfer_executor.aliases import check_memory
+from deepspeed.checkpoint.affine_transfer_executor.batch import Batch, check_buffers, parameter_name
 from deepspeed.checkpoint.affine_transfer_executor.buffers import Shard
-from deepspeed.checkpoint.affine_transfer_executor.digest import (PROTOCOL_VERSION, endpoints_bytes, hash_of,
-                                                                  plan_bytes)
+from deepspeed.checkpoint.affine_transfer_executor.digest import (PROTOCOL_VERSION, budget_bytes, endpoints_bytes,
+                                                                  hash_of)
 from deepspeed.checkpoint.affine_transfer_executor.dtypes import check_dtypes
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
-from deepspeed.checkpoint.affine_transfer_executor.requests import StagingBudget, TransferRequest
-from deepspeed.checkpoint.affine_transfer_executor.schedule import Schedule, make_schedule
+from deepspeed.checkpoint.affine_transfer_executor.links import Links, links_of
+from deepspeed.checkpoint.affine_transfer_executor.moves import Moves
+from deepspeed.checkpoint.affine_transfer_executor.multicast import pass_on
+from deepspeed.checkpoint.affine_transfer_executor.options import Options
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreparedRequest:
     """One parameter of a batch, checked.
 
     Attributes:
         name: how errors call it.
-        columns: the plan's segments that move something.
-        source_process, target_process: int64[S], the owners of both ends of each segment.
+        plan: its plan. ends: the same for this group and process.
         source_dtype: dtype of the sources; target_dtype: of the targets and on the wire.
         sources, targets: this process's buffers.
     """
     name: str
-    columns: SegmentColumns
-    source_process: np.ndarray
-    target_process: np.ndarray
+    plan: TransferPlan
+    ends: 'Ends'
     source_dtype: torch.dtype
     target_dtype: torch.dtype
     sources: Dict[int, Shard]
     targets: Dict[int, Shard]
+
+    @property
+    def columns(self) -> SegmentColumns:
+        """The plan's segments that move something."""
+        return self.ends.columns
+
+    @property
+    def source_process(self) -> np.ndarray:
+        """int64[S], the owner of each segment's source."""
+        return self.ends.source_process
+
+    @property
+    def target_process(self) -> np.ndarray:
+        """int64[S], the owner of each segment's target."""
+        return self.ends.target_process
 
     @property
     def width(self) -> int:
@@ -50,108 +66,147 @@ class PreparedRequest:
         return self.target_dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A batch that this process could run, and what the others must agree with.
 
     Attributes:
         requests: in the order in which they were given.
-        schedule: links and rounds of this process.
+        moves: what this process sends, receives or copies.
+        links: the remote ones of them.
+        widest: bytes of the widest element on the wire, of all processes.
         terms: name of what must agree -> 16 bytes that stand for it.
     """
     requests: Tuple[PreparedRequest, ...]
-    schedule: Schedule
+    moves: Moves
+    links: Links
+    widest: int
     terms: Dict[str, bytes]
 
 
-# What processes compare before they move anything. The order is part of the protocol.
-TERMS = ('names', 'plans', 'endpoints', 'dtypes', 'staging budget')
-
-
-def prepare(requests: Iterable[TransferRequest], endpoints: TransferEndpoints, dtype: torch.dtype,
-            target_dtype: torch.dtype, budget: StagingBudget, rank: int, size: int) -> Prepared:
-    """Everything that can be known before a byte moves.
+def prepare(batch: Batch, endpoints: TransferEndpoints, options: Options, rank: int, size: int) -> Prepared:
+    """Everything that this process can know by itself before a byte moves.
 
     Raises:
         ValueError: something does not fit; the message says which parameter, location and segment.
     """
     if not isinstance(endpoints, TransferEndpoints):
         raise AffineTransferExecutionError(f'endpoints are a {type(endpoints).__name__}; expected TransferEndpoints')
-    if not isinstance(budget, StagingBudget):
-        raise AffineTransferExecutionError(f'budget is a {type(budget).__name__}; expected StagingBudget')
-    requests = list(requests)
-    for index, request in enumerate(requests):
-        check_request(request, index)
-    names = [_name(request, index) for index, request in enumerate(requests)]
+    names = [parameter_name(request, index) for index, request in enumerate(batch.requests)]
+    # Parameters of one geometry share their plan.
+    ends: Dict[Tuple, Ends] = {}
     prepared = []
-    for name, request in zip(names, requests):
+    for name, request in zip(names, batch.requests):
+        key = id(request.plan), request.dtype, request.target_dtype
         try:
-            prepared.append(_prepare_one(name, request, endpoints, dtype, target_dtype, rank, size))
+            if key not in ends:
+                ends[key] = _ends(request.plan, *key[1:], endpoints, rank, size)
         except ValueError as error:
             raise AffineTransferExecutionError(f'{name}: {error}') from error
+        one = PreparedRequest(name, request.plan, ends[key], *key[1:], {}, {})
+        for side in ('source', 'target'):
+            one = _with_side(one, side, getattr(request, f'{side}_buffers'), endpoints, rank)
+        prepared.append(one)
     widest = max((request.width for request in prepared), default=1)
+    budget = options.budget
     if budget.bytes_per_peer < widest:
         raise AffineTransferExecutionError(f'bytes_per_peer is {budget.bytes_per_peer}; one element takes {widest}')
     check_memory(prepared, rank)
+    multicast = options.multicast == 'auto' and batch.is_whole
+    moves = Moves.of(prepared)
+    if multicast:
+        _check_nodes(options.nodes, moves)
+        moves = pass_on(moves, options.nodes)
+    moves = moves.of_process(rank)
+    links = links_of(moves, rank, size, budget.direct_bytes, budget.operations)
     terms = {
-        'names': hash_of(names),
-        'plans': hash_of(plan_bytes(request.plan) for request in requests),
-        'endpoints': endpoints_bytes(endpoints),
-        'dtypes': hash_of(part for request in prepared for part in (request.source_dtype, request.target_dtype)),
-        'staging budget': hash_of([PROTOCOL_VERSION, budget.bytes_per_peer]),
+        'names':
+        hash_of(names),
+        'plans':
+        hash_of(batch.plans),
+        'endpoints':
+        endpoints_bytes(endpoints),
+        'dtypes':
+        hash_of(part for request in prepared for part in (request.source_dtype, request.target_dtype)),
+        'staging budget':
+        hash_of([PROTOCOL_VERSION, budget_bytes(budget)]),
+        'options':
+        hash_of([
+            multicast, options.staged, options.verify,
+            sorted(options.nodes.items()) if multicast and options.nodes else None
+        ]),
     }
-    return Prepared(tuple(prepared), make_schedule(prepared, rank, size, budget.bytes_per_peer), terms)
+    return Prepared(tuple(prepared), moves, links, widest, terms)
 
 
-def check_request(request: TransferRequest, index: int) -> None:
-    """Refuse a request that is not made of the right kinds of things; ``index`` names it.
+def _check_nodes(nodes: Optional[Mapping], moves: Moves) -> None:
+    for process in np.unique([moves.source_process, moves.target_process]).tolist() if nodes is not None else ():
+        if type(nodes.get(process)) is not int:
+            raise AffineTransferExecutionError(f'nodes give process {process} the node {shown(nodes.get(process))}; '
+                                               'expected an int for every process')
 
-    Raises:
-        AffineTransferExecutionError: it is not.
+
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """A plan whose two ends fit this group, and what one process needs for it.
+
+    Attributes:
+        columns: the plan's segments that move something.
+        source_process, target_process: int64[S].
+        source_needed, target_needed: location of this process -> elements that segments use of its buffer.
     """
-    if not isinstance(request, TransferRequest):
-        raise AffineTransferExecutionError(f'request {index} is a {type(request).__name__}; expected TransferRequest')
-    if not isinstance(request.plan, TransferPlan):
-        raise AffineTransferExecutionError(f'request {index} has a {type(request.plan).__name__} for a plan')
-    for side, buffers in (('source', request.source_buffers), ('target', request.target_buffers)):
-        if not isinstance(buffers, Mapping):
-            raise AffineTransferExecutionError(f'{_name(request, index)}: {side} buffers are a '
-                                               f'{type(buffers).__name__}; expected a mapping of location to tensor')
-        for location in buffers:
-            if not isinstance(location, (int, np.integer)) or isinstance(location, bool):
-                raise AffineTransferExecutionError(f'{_name(request, index)}: {side} buffers name the location '
-                                                   f'{shown(location)}; expected an integer')
+    columns: SegmentColumns
+    source_process: np.ndarray
+    target_process: np.ndarray
+    source_needed: Dict[int, int]
+    target_needed: Dict[int, int]
 
 
-def _name(request: TransferRequest, index: int) -> str:
-    return f'parameter {index}' if request.name is None else f'parameter {request.name!r}'
-
-
-def _prepare_one(name: str, request: TransferRequest, endpoints: TransferEndpoints, dtype: torch.dtype,
-                 target_dtype: torch.dtype, rank: int, size: int) -> PreparedRequest:
-    plan = request.plan
+def _ends(plan: TransferPlan, source_dtype: torch.dtype, target_dtype: torch.dtype, endpoints: TransferEndpoints,
+          rank: int, size: int) -> Ends:
     columns = plan.columns
     columns = columns.take(columns.numel != 0)
-    source_dtype = request.dtype or dtype
-    target_dtype = request.target_dtype or target_dtype or source_dtype
     check_dtypes(source_dtype, target_dtype, bool(columns.is_scaled.any()))
-    if plan.numel and not len(columns):
-        raise AffineTransferExecutionError(f'the plan moves nothing, but the parameter of shape {plan.logical_shape} '
-                                           f'has {plan.numel} elements')
-    sides = {}
-    for side, buffers, known, owners in (('source', request.source_buffers, plan.source_numel, endpoints.source),
-                                         ('target', request.target_buffers, plan.target_numel, endpoints.target)):
+    found = []
+    for side, known in (('source', plan.source_numel), ('target', plan.target_numel)):
         ranks = getattr(columns, f'{side}_rank')
         last = getattr(columns, f'{side}_last')
         _check_addresses(side, columns, last)
         process = getattr(endpoints, f'{side}_processes')(ranks)
         _check_processes(side, ranks, process, size)
-        needed = _needed(ranks, last, process == rank)
         _check_sizes(side, ranks, last, known)
-        expected = source_dtype if side == 'source' else target_dtype
-        sides[side] = process, _shards(side, buffers, needed, known, owners, rank, expected)
-    return PreparedRequest(name, columns, sides['source'][0], sides['target'][0], source_dtype, target_dtype,
-                           sides['source'][1], sides['target'][1])
+        found.append((process, _needed(ranks, last, process == rank)))
+    return Ends(columns, *(process for process, _ in found), *(needed for _, needed in found))
+
+
+def with_buffers(prepared: Prepared, sources: Optional[Sequence[Mapping]], targets: Optional[Sequence[Mapping]],
+                 endpoints: TransferEndpoints, rank: int) -> Prepared:
+    """The same batch with other buffers: for each parameter a mapping of location to tensor; None keeps a side's.
+
+    Raises:
+        AffineTransferExecutionError: a buffer that does not fit, as in ``prepare``.
+    """
+    requests = list(prepared.requests)
+    for side, buffers in (('source', sources), ('target', targets)):
+        if buffers is not None and len(buffers) != len(requests):
+            raise AffineTransferExecutionError(f'{side} buffers are given for {len(buffers)} parameters; expected one '
+                                               f'mapping for each of {len(requests)}')
+        for index, given in enumerate(buffers or ()):
+            requests[index] = _with_side(requests[index], side, given, endpoints, rank)
+    check_memory(requests, rank)
+    return replace(prepared, requests=tuple(requests))
+
+
+def _with_side(request: PreparedRequest, side: str, buffers: Mapping, endpoints: TransferEndpoints,
+               rank: int) -> PreparedRequest:
+    check_buffers(request.name, side, buffers)
+    try:
+        shards = _shards(side, buffers, getattr(request.ends, f'{side}_needed'),
+                         getattr(request.plan, f'{side}_numel'), getattr(endpoints, side), rank,
+                         getattr(request, f'{side}_dtype'))
+    except ValueError as error:
+        raise AffineTransferExecutionError(f'{request.name}: {error}') from error
+    return replace(request, **{f'{side}s': shards})
 
 
 def _check_addresses(side: str, columns: SegmentColumns, last: np.ndarray) -> None:
@@ -227,8 +282,6 @@ def _shard(side: str, where: str, tensor: torch.Tensor, dtype: torch.dtype) -> S
     if tensor.dtype != dtype:
         raise AffineTransferExecutionError(f'{where} has a buffer of {tensor.dtype}; expected {dtype}. A cast must be '
                                            'asked for: dtype is the sources\' and target_dtype the targets\'')
-    if not tensor.is_conj() and not tensor.is_neg():
-        return shard
-    if side == 'target':
+    if side == 'target' and (tensor.is_conj() or tensor.is_neg()):
         raise AffineTransferExecutionError(f'{where} is a lazily conjugated or negated view; give the tensor itself')
-    return Shard(tensor.resolve_conj().resolve_neg())
+    return shard

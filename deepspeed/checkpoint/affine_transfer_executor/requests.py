@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""What a caller hands to the executor, and what it gets back."""
+"""What a caller hands to the executor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Optional
 
 import torch
@@ -16,25 +16,36 @@ from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferE
 
 @dataclass(frozen=True)
 class StagingBudget:
-    """How much memory a transfer may stage.
+    """How much memory a transfer may stage, and how its messages are cut. All processes must be given the same one.
 
     Args:
-        bytes_per_peer: bytes staged for one peer in one direction at one time. What exceeds it travels in
-            several rounds. It must hold at least one element.
+        bytes_per_peer: most bytes of one message. While a message travels the next one for the same peer is packed,
+            so twice this is staged per peer and direction. It must hold at least one element.
+        bytes_per_process: most bytes that a process stages in all, in both directions. Where it has too many peers
+            for ``bytes_per_peer``, the messages of all processes are smaller.
+        operations: most sends and receives that a process has in one round, at least 2.
+        direct_bytes: segments of this many bytes or more travel in messages of their own, straight from the source's
+            memory where they are contiguous there, and straight into the target's.
 
     Raises:
         AffineTransferExecutionError: not a positive integer, or more than 2**62.
 
     Example::
 
-        StagingBudget(bytes_per_peer=8 << 20)
+        StagingBudget(bytes_per_peer=4 << 20, bytes_per_process=64 << 20)
     """
-    bytes_per_peer: int = 32 << 20
+    bytes_per_peer: int = 8 << 20
+    bytes_per_process: int = field(default=256 << 20, kw_only=True)
+    operations: int = field(default=64, kw_only=True)
+    direct_bytes: int = field(default=1 << 20, kw_only=True)
 
     def __post_init__(self):
-        if type(self.bytes_per_peer) is not int or not 1 <= self.bytes_per_peer <= MAX_ELEMENTS:
-            raise AffineTransferExecutionError(f'bytes_per_peer is {shown(self.bytes_per_peer)}; expected a positive '
-                                               'number of bytes, at most 2**62')
+        for item in fields(self):
+            value, least = getattr(self, item.name), 2 if item.name == 'operations' else 1
+            if type(value) is not int or not least <= value <= MAX_ELEMENTS:
+                raise AffineTransferExecutionError(
+                    f'{item.name} is {shown(value)}; expected a number from {least} up, '
+                    'at most 2**62')
 
 
 @dataclass(frozen=True)
@@ -61,26 +72,3 @@ class TransferRequest:
     name: Optional[str] = field(default=None, kw_only=True)
     dtype: Optional[torch.dtype] = field(default=None, kw_only=True)
     target_dtype: Optional[torch.dtype] = field(default=None, kw_only=True)
-
-
-@dataclass(frozen=True)
-class TransferStats:
-    """What one process did in a transfer.
-
-    Attributes:
-        segments: segments that it sent, received or copied locally.
-        chunks: messages that it sent and received.
-        rounds: rounds of the whole transfer, on every process the same.
-        local_copy_bytes: bytes written by local copies.
-        sent_bytes, received_bytes: bytes on the wire, without the agreement.
-        in_place_bytes: bytes of regions that were already where they belong, and were not touched.
-        peak_staging_bytes: most memory that it staged at one time.
-    """
-    segments: int
-    chunks: int
-    rounds: int
-    local_copy_bytes: int
-    sent_bytes: int
-    received_bytes: int
-    in_place_bytes: int
-    peak_staging_bytes: int

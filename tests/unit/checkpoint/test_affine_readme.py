@@ -11,13 +11,14 @@ import sys
 import pytest
 
 README = pathlib.Path(__file__).resolve().parents[3] / "README.md"
-IN_ONE_PROCESS, BETWEEN_PROCESSES = range(2)
+IN_ONE_PROCESS, BETWEEN_PROCESSES, COMPILED = range(3)
 # Lines that a pasted example prints (DeepSpeed may log others), and how many lines of code it may have.
 PRINTED = {
     IN_ONE_PROCESS: [r"\d+ copies, 30 elements"],
+    COMPILED: [r"8 segments in \d+\.\d+ s", r"copied locally 24\.00 KiB"],
     BETWEEN_PROCESSES: [r"rank 2 received shard 0", r"rank 3 received shard 1"],
 }
-LONGEST = {IN_ONE_PROCESS: 15, BETWEEN_PROCESSES: 25}
+LONGEST = {IN_ONE_PROCESS: 15, BETWEEN_PROCESSES: 25, COMPILED: 20}
 
 
 def python_blocks():

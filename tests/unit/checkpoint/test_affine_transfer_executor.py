@@ -23,6 +23,10 @@ from deepspeed.checkpoint.affine_transfer import TransferEndpoints, TransferSegm
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, StagingBudget,
                                                            TransferRequest, apply_plan, execute_transfer,
                                                            execute_transfers, join_transfer_group)
+from deepspeed.checkpoint.affine_transfer_executor.batch import Batch
+from deepspeed.checkpoint.affine_transfer_executor.copies import parts_of
+from deepspeed.checkpoint.affine_transfer_executor.links import link_hashes, rounds_of
+from deepspeed.checkpoint.affine_transfer_executor.options import Options
 from deepspeed.checkpoint.affine_transfer_executor.prepare import prepare
 
 # Rows on processes 0 and 1, columns on processes 2 and 3.
@@ -62,7 +66,7 @@ def every_dtype(world):
         stats, exact = move_matrix(world, full, APART, budget=StagingBudget(bytes_per_peer=48))
         assert exact, dtype
         assert stats.sent_bytes + stats.received_bytes > 0 and stats.local_copy_bytes == 0
-        assert stats.peak_staging_bytes <= 2 * 48
+        assert stats.peak_staging_bytes <= 2 * 2 * 48
     return stats
 
 
@@ -78,7 +82,7 @@ def one_and_the_same_for_any_budget(world):
     rounds = []
     for limit in (4, 5, 12, 100, 1 << 20):
         stats, exact = move_matrix(world, full, TOGETHER, budget=StagingBudget(bytes_per_peer=limit))
-        assert exact and stats.peak_staging_bytes <= 2 * limit
+        assert exact and stats.peak_staging_bytes <= 2 * 2 * limit
         rounds.append(stats.rounds)
     return rounds
 
@@ -726,18 +730,22 @@ def killed_while_it_sends(world, big):
     return str(failure.value), str(again.value)
 
 
+def before_each_round(act):
+    """Call ``act(number)`` in this process before it posts round ``number``, from 0."""
+    from deepspeed.checkpoint.affine_transfer_executor.channel import Channel
+    real, posted = Channel.post, []
+
+    def post(self, receives, sends):
+        act(len(posted))
+        posted.append(sends)
+        return real(self, receives, sends)
+
+    Channel.post = post
+
+
 def die_in_round(number):
-    """Have this process killed when it packs its messages for the given round."""
-    from deepspeed.checkpoint.affine_transfer_executor import execute
-    real, packed = execute.pack, []
-
-    def pack(message, requests):
-        packed.append(message)
-        if len(packed) > number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(message, requests)
-
-    execute.pack = pack
+    """Have this process killed before it posts the given round."""
+    before_each_round(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == number else None)
 
 
 def test_a_killed_peer_is_named_with_round_and_parameter():
@@ -829,14 +837,7 @@ def late_within_a_round(world):
 
 
 def stop_before_the_first_round(store):
-    from deepspeed.checkpoint.affine_transfer_executor import execute
-    real = execute.pack
-
-    def pack(message, requests):
-        store.wait(['gave up'])
-        real(message, requests)
-
-    execute.pack = pack
+    before_each_round(lambda _: store.wait(['gave up']))
 
 
 def test_a_peer_that_stops_in_a_round_is_named():
@@ -859,12 +860,11 @@ def fails_on_its_own(world):
 
 
 def fail_in_the_first_round():
-    from deepspeed.checkpoint.affine_transfer_executor import execute
 
-    def pack(message, requests):
+    def fail(_):
         raise MemoryError('no room')
 
-    execute.pack = pack
+    before_each_round(fail)
 
 
 def test_a_process_that_fails_while_moving_ends_the_group_for_all():
@@ -901,39 +901,54 @@ def layouts(draw):
     return element_plan(numel, sources, targets), endpoints
 
 
+def rounds_by_process(plan, endpoints, dtype, budget, multicast, size):
+    """What each process has prepared, and its rounds, as compiling would make them."""
+    made = []
+    for rank in range(size):
+        buffers = [{
+            location: torch.zeros(numel[location], dtype=dtype)
+            for location in locations(rank) if location in numel
+        } for locations, numel in ((endpoints.source_locations, plan.source_numel), (endpoints.target_locations,
+                                                                                     plan.target_numel))]
+        batch = Batch.of_requests([TransferRequest(plan, *buffers)], dtype, None)
+        prepared = prepare(batch, endpoints, Options(budget=budget, multicast=multicast), rank, size)
+        limit = budget.bytes_per_peer // dtype.itemsize * dtype.itemsize
+        made.append((prepared, rounds_of(prepared.links, prepared.moves, budget.direct_bytes, limit)))
+    return made
+
+
+def content(moves, message):
+    """What a message carries, so that both ends can be compared."""
+    part = moves.take(message.rows)
+    columns = (part.source_rank, part.source_offset, part.target_rank, part.target_offset, part.shape)
+    return [column.tolist() for column in (*columns, message.first, message.last)] + [message.numbytes]
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(layouts(), min_size=1, max_size=1), st.sampled_from([torch.uint8, torch.float32, torch.float64]),
-       st.integers(8, 40))
-def test_both_ends_of_a_link_expect_the_same_bytes_in_the_same_round(cases, dtype, limit):
-    plan, endpoints = cases[0]
-    schedules = []
-    for rank in range(3):
-        sources = {
-            location: torch.zeros(plan.source_numel[location], dtype=dtype)
-            for location in endpoints.source_locations(rank)
-        }
-        targets = {
-            location: torch.zeros(plan.target_numel[location], dtype=dtype)
-            for location in endpoints.target_locations(rank) if location in plan.target_numel
-        }
-        request = TransferRequest(plan, sources, targets)
-        schedules.append(prepare([request], endpoints, dtype, None, StagingBudget(limit), rank, 3))
-    columns = [plan.columns]
-    moved = 0
-    for rank, prepared in enumerate(schedules):
-        moved += sum(int(plan.columns.numel[index].sum()) for index in prepared.schedule.locals)
-        for link in prepared.schedule.sends:
-            other = next(link for link in schedules[link.peer].schedule.receives if link.peer == rank)
-            for number in range(prepared.schedule.rounds + 1):
-                start, stop = link.chunk(number, prepared.schedule.chunk_bytes)
-                assert (start, stop) == other.chunk(number, prepared.schedule.chunk_bytes) and stop - start <= limit
-                parts = link.parts(start, stop, columns) if start < stop else []
-                assert parts == (other.parts(start, stop, columns) if start < stop else [])
-                assert sum(part.source.numel for part in parts) * dtype.itemsize == stop - start
-            assert link.chunk(prepared.schedule.rounds, prepared.schedule.chunk_bytes) == (0, 0)
-            moved += link.numbytes // dtype.itemsize
-    assert moved == plan.moved_elements
-    assert len({prepared.schedule.rounds for prepared in schedules}) == 1
+@given(layouts(), st.sampled_from([torch.uint8, torch.float32, torch.float64]), st.integers(8, 40),
+       st.sampled_from([1, 4, 9, 1000]), st.sampled_from(['auto', 'off']), st.sampled_from([2, 3, 64]))
+def test_both_ends_of_a_link_expect_the_same_bytes_in_the_same_round(case, dtype, limit, direct, multicast,
+                                                                     operations):
+    plan, endpoints = case
+    budget = StagingBudget(limit, direct_bytes=direct, operations=operations)
+    made = rounds_by_process(plan, endpoints, dtype, budget, multicast, 3)
+    sent, received = {}, {}
+    for rank, (prepared, rounds) in enumerate(made):
+        for item in rounds:
+            assert 1 <= len(item.sends) + len(item.receives) <= operations
+            sent.update({(item.key, rank, message.peer): content(prepared.moves, message) for message in item.sends})
+            received.update({
+                (item.key, message.peer, rank): content(prepared.moves, message)
+                for message in item.receives
+            })
+            assert all(0 < message.numbytes <= limit for message in item.sends + item.receives)
+    assert sent == received
+    carried = sum(message[-1] for message in sent.values())
+    local = sum(int(prepared.moves.numbytes[prepared.moves.is_local].sum()) for prepared, _ in made)
+    assert carried + local == plan.moved_elements * dtype.itemsize
+    hashes = [link_hashes(prepared.links, prepared.moves, rank) for rank, (prepared, _) in enumerate(made)]
+    for rank, (sends, _) in enumerate(hashes):
+        assert all(hashes[peer][1][rank] == value for peer, value in sends.items())
 
 
 @pytest.mark.parametrize('numbytes', [0, 2**62 + 1, 2**70, 10**400, 1.5, True])
@@ -973,14 +988,11 @@ def test_segments_of_several_axes_are_cut_where_the_budget_ends():
     segment = TransferSegment(0, 0, (12, 4, 1), 0, 0, (12, 4, 1), (3, 3, 4))
     plan = plan_of([segment], (3, 3, 4), {0: 36}, {0: 36})
     endpoints = TransferEndpoints({0: 0}, {0: 1})
-    prepared = prepare([TransferRequest(plan, {0: torch.zeros(36)}, {})], endpoints, torch.float32, None,
-                       StagingBudget(28), 0, 2)
-    link = prepared.schedule.sends[0]
+    (prepared, rounds), _ = rounds_by_process(plan, endpoints, torch.float32, StagingBudget(28), 'off', 2)
     found = []
-    for number in range(prepared.schedule.rounds):
-        start, stop = link.chunk(number, 28)
-        for part in link.parts(start, stop, [plan.columns]):
+    for item in rounds:
+        for part in parts_of(prepared.moves, item.sends[0]):
             assert part.source == part.target
             grid = torch.arange(36).as_strided(part.source.shape, part.source.strides, part.source.offset)
             found += grid.reshape(-1).tolist()
-    assert found == list(range(36))
+    assert found == list(range(36)) and len(rounds) == 6

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Checksums that tell bytes which changed, and bytes which changed places.
+
+The checksum of n words (of one element each, 8 bytes at most) is the sum of word times weight, modulo 2**64. The
+weight of a word is odd and follows from its place by a mixing function (splitmix64, Steele, Lea and Flood 2014), so
+that words which change places do not cancel.
+"""
+
+from functools import lru_cache
+from typing import List, Sequence, Tuple
+
+import numpy as np
+import torch
+
+# Words that are multiplied at one time; each takes 8 bytes.
+BLOCK = 1 << 16
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def checksums(data: torch.Tensor, runs: Sequence[Tuple[int, int, int]]) -> torch.Tensor:
+    """One checksum for each run of bytes.
+
+    Args:
+        data: uint8, contiguous.
+        runs: ``(start, stop, width)``, bytes, and bytes of an element; ``start`` is a multiple of ``width``.
+
+    Returns:
+        int64[len(runs)], where ``data`` is.
+
+    Example::
+
+        checksums(torch.tensor([1, 2], dtype=torch.uint8), [(0, 2, 1)])
+    """
+    weights = torch.from_numpy(_weights(BLOCK)).to(data.device)
+    sums = [_checksum(data[start:stop].view(_WORDS[width]), weights) for start, stop, width in runs]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=data.device)
+
+
+def _checksum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    blocks = -(-len(words) // BLOCK)
+    # Blocks are weighted like words.
+    factors: List[int] = _weights(blocks).tolist()
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for block, factor in enumerate(factors):
+        part = words[block * BLOCK:(block + 1) * BLOCK]
+        total += (part.to(torch.int64) * weights[:len(part)]).sum() * factor
+    return total
+
+
+@lru_cache(maxsize=8)
+def _weights(count: int) -> np.ndarray:
+    """int64[count], odd."""
+    with np.errstate(over='ignore'):
+        mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)).view(np.int64)

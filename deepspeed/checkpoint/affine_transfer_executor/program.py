@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""A transfer that was prepared once and can be run after every training step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+
+from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
+from deepspeed.checkpoint.affine_transfer_executor.bindings import Bindings
+from deepspeed.checkpoint.affine_transfer_executor.channel import Channel
+from deepspeed.checkpoint.affine_transfer_executor.copies import Buffers
+from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, TransferBrokenError,
+                                                                  described)
+from deepspeed.checkpoint.affine_transfer_executor.links import Round
+from deepspeed.checkpoint.affine_transfer_executor.options import Options
+from deepspeed.checkpoint.affine_transfer_executor.prepare import Prepared, with_buffers
+from deepspeed.checkpoint.affine_transfer_executor.report import TransferStats
+from deepspeed.checkpoint.affine_transfer_executor.rounds import Stage, bind
+from deepspeed.checkpoint.affine_transfer_executor.running import run_once
+from deepspeed.checkpoint.affine_transfer_executor.shadows import Shadows
+from deepspeed.checkpoint.affine_transfer_executor.verification import Verification, prepare_verification
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What a program is made from, beside its buffers.
+
+    Attributes:
+        channel: the group, or None where all is local.
+        rank: this process.
+        endpoints: the owners of locations.
+        options: as given.
+        message_bytes: most bytes of a message, the same on every process.
+        rounds: the messages of this process.
+        digest: 16 bytes, equal on processes whose programs belong together.
+        arrange: brings the buffers of a side, ``source`` or ``target``, from the form in which the caller gives them
+            into one mapping per parameter.
+    """
+    channel: Optional[Channel]
+    rank: int
+    endpoints: TransferEndpoints
+    options: Options
+    message_bytes: int
+    rounds: Tuple[Round, ...]
+    digest: bytes
+    arrange: Callable[[str, Any], List[Mapping]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages must lie."""
+        return torch.device('cpu') if self.channel is None else self.channel.device
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A program's buffers, with everything that is made for them.
+
+    Attributes:
+        prepared: the batch.
+        stages: rounds and local copies. staging_bytes: of their memory.
+        shadows: what receives in place of the targets, with ``staged``.
+        verification: what is compared afterwards, with ``verify``.
+        bindings: the buffers, to see whether they are still what they were.
+    """
+    prepared: Prepared
+    stages: Sequence[Stage]
+    staging_bytes: int
+    shadows: Optional[Shadows]
+    verification: Optional[Verification]
+    bindings: Bindings
+
+
+class TransferProgram:
+    """A compiled transfer; ``compile_transfer`` makes it. All processes of the group run it together.
+
+    It keeps its buffers alive, reads the sources' values anew in every run, and takes no memory but what it took when
+    it was compiled.
+    """
+
+    def __init__(self, recipe: Recipe, prepared: Prepared):
+        self._recipe = recipe
+        self._bound = _bind(recipe, prepared)
+        self._broken = ''
+
+    def run(self) -> TransferStats:
+        """Transfer once.
+
+        Returns:
+            What this process did.
+
+        Raises:
+            AffineTransferExecutionError: refused before it began, on every process alike, with no target changed: then
+                it can be run again at once. With ``verify`` also where targets are not what was sent.
+            TransferBrokenError: broken by a process that died, was late or failed. Neither program nor group can be
+                used again. Targets may be partly written; with ``staged`` they are as they were.
+
+        Example::
+
+            for step in range(steps):
+                train()
+                program.run()
+        """
+        if self._broken:
+            raise TransferBrokenError(
+                f'this program cannot be used any more: {self._broken}. Compile it for a new group')
+        try:
+            return run_once(self._recipe, self._bound)
+        except BaseException as error:
+            refused = isinstance(error, AffineTransferExecutionError) and not isinstance(error, TransferBrokenError)
+            if self._recipe.channel is not None and not refused:
+                self._broken = described(error)
+            raise
+
+    def rebind(self, source_buffers=None, target_buffers=None) -> None:
+        """Use other tensors of the same layout from the next run on. No other process takes part.
+
+        Args:
+            source_buffers, target_buffers: in the form in which ``compile_transfer`` was given them; None keeps those
+                of that side. Sizes, dtypes and devices must be as before, strides need not.
+
+        Raises:
+            AffineTransferExecutionError: something does not fit; the program keeps the buffers that it has.
+
+        Example::
+
+            program.rebind(source_buffers={'w': {0: new_shard}})
+        """
+        sides = [
+            None if buffers is None else self._recipe.arrange(side, buffers)
+            for side, buffers in (('source', source_buffers), ('target', target_buffers))
+        ]
+        prepared = with_buffers(self._bound.prepared, *sides, self._recipe.endpoints, self._recipe.rank)
+        self._bound = _bind(self._recipe, prepared)
+
+
+# Weights may have been made in inference mode, where only inference mode may write to them.
+@torch.inference_mode()
+def _bind(recipe: Recipe, prepared: Prepared) -> Bound:
+    requests, moves = prepared.requests, prepared.moves
+    shadows = Shadows(requests, moves, recipe.rank) if recipe.options.staged else None
+    buffers = Buffers(requests, shadows.shards if shadows else [request.targets for request in requests])
+    stages, staging_bytes = bind(recipe.rounds, moves, buffers, recipe.rank, recipe.device)
+    verification = None
+    if recipe.options.verify:
+        verification = prepare_verification(recipe.rounds, moves, buffers, recipe.rank, recipe.message_bytes,
+                                            recipe.device)
+        staging_bytes += verification.staging_bytes
+    return Bound(prepared, stages, staging_bytes, shadows, verification, Bindings.of(requests))

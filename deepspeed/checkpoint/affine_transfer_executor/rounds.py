@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Rounds with their memory: what is posted, and the copies before and after, all made once."""
+
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+
+from deepspeed.checkpoint.affine_transfer_executor.aliases import same_memory
+from deepspeed.checkpoint.affine_transfer_executor.copies import Buffers, Copies, Part, copy, pack, parts_of, unpack
+from deepspeed.checkpoint.affine_transfer_executor.links import Message, Round
+from deepspeed.checkpoint.affine_transfer_executor.moves import FIRST_HOP, Moves
+
+# While one round travels, the next one is packed.
+SLOTS = 2
+
+
+class Staging:
+    """Staging memory: for each direction, slot and place in a round one buffer, as large as its largest message.
+
+    Args:
+        device: where messages must lie.
+        sizes: ``(direction, slot, place)`` -> bytes.
+    """
+
+    def __init__(self, device: torch.device, sizes: Dict[Tuple[str, int, int], int]):
+        self._held = {key: torch.empty(size, dtype=torch.uint8, device=device) for key, size in sizes.items()}
+
+    @property
+    def numbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(data.numel() for data in self._held.values())
+
+    def message(self, key: Tuple[str, int, int], numbytes: int) -> torch.Tensor:
+        """Memory for one message, uint8[numbytes]."""
+        return self._held[key][:numbytes]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundRound:
+    """A round that can be run.
+
+    Attributes:
+        round: the messages.
+        receives, sends: peers and memory of the messages, in their order.
+        pack, unpack: what to copy before and after. local: what to copy meanwhile.
+        local_bytes: of the local copies.
+        staged: bytes that are packed or unpacked.
+    """
+    round: Round
+    receives: Tuple[Tuple[int, torch.Tensor], ...]
+    sends: Tuple[Tuple[int, torch.Tensor], ...]
+    pack: Copies
+    unpack: Copies
+    local: Copies
+    local_bytes: int
+    staged: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Rounds of one stage, and the local copies that no round is left for. ``in_place``: bytes that stay."""
+    number: int
+    rounds: Tuple[BoundRound, ...]
+    local: Copies
+    local_bytes: int
+    in_place: int
+
+
+def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
+         device: torch.device) -> Tuple[List[Stage], int]:
+    """Give rounds their memory.
+
+    Args:
+        rounds: of this process, in order.
+        moves: of this process.
+        buffers: what they read and write.
+        rank: this process. device: where messages must lie.
+
+    Returns:
+        The stages in order, and the bytes of staging memory.
+    """
+    direct = {
+        id(message): _direct(buffers, item.key[0], moves, message, sending, device)
+        for item in rounds
+        for sending, messages in ((False, item.receives), (True, item.sends))
+        for message in messages
+    }
+    staging = Staging(device, _sizes(rounds, direct))
+    stages = []
+    for number in sorted({*(item.key[0] for item in rounds), *moves.stage[moves.is_local].tolist()}):
+        places = [place for place, item in enumerate(rounds) if item.key[0] == number]
+        locals_, in_place = _locals(moves, buffers, number, rank, max(len(places), 1))
+        bound = tuple(
+            _bound(rounds[place], place % SLOTS, moves, direct, buffers, staging, local)
+            for place, local in zip(places, locals_))
+        rest, rest_bytes = locals_[0] if not places else (Copies(), 0)
+        stages.append(Stage(number, bound, rest, rest_bytes, in_place))
+    return stages, staging.numbytes
+
+
+def _direct(buffers: Buffers, stage: int, moves: Moves, message: Message, sending: bool,
+            device: torch.device) -> Optional[torch.Tensor]:
+    """The bytes of a message in the tensor itself, where they lie there as they travel."""
+    parts = list(parts_of(moves, message)) if len(message.rows) == 1 else []
+    if len(parts) != 1:
+        return None
+    part, = parts
+    shard = buffers.source(stage, part) if sending else buffers.target(part)
+    tensor, piece = shard.tensor, part.source if sending else part.target
+    as_it_is = part.scales == (1.0, 1.0) and tensor.dtype == buffers.wire_dtype(part)
+    if tensor.device != device or sending and not as_it_is or tensor.is_conj() or tensor.is_neg():
+        return None
+    view = shard.view(piece)
+    if view is None or not view.is_contiguous():
+        return None
+    # The strides of axes of size 1 are anything.
+    return torch.as_strided(view, (view.numel(), ), (1, )).view(torch.uint8)
+
+
+def _sizes(rounds: Sequence[Round], direct: Dict[int, Optional[torch.Tensor]]) -> Dict[Tuple[str, int, int], int]:
+    sizes: Dict[Tuple[str, int, int], int] = {}
+    for place, item in enumerate(rounds):
+        for direction, messages in (('receive', item.receives), ('send', item.sends)):
+            for position, message in enumerate(messages):
+                if direct[id(message)] is None:
+                    key = direction, place % SLOTS, position
+                    sizes[key] = max(sizes.get(key, 0), message.numbytes)
+    return sizes
+
+
+def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torch.Tensor]], buffers: Buffers,
+           staging: Staging, local: Tuple[Copies, int]) -> BoundRound:
+    packing, unpacking = Copies(), Copies()
+    posted: Dict[str, List[Tuple[int, torch.Tensor]]] = {'receive': [], 'send': []}
+    staged = 0
+    for direction, messages in (('receive', item.receives), ('send', item.sends)):
+        for position, message in enumerate(messages):
+            data = direct[id(message)]
+            if data is None:
+                data = staging.message((direction, slot, position), message.numbytes)
+                staged += message.numbytes
+                for part in parts_of(moves, message):
+                    if direction == 'send':
+                        pack(packing, buffers, item.key[0], part, data)
+                    else:
+                        unpack(unpacking, buffers, part, data)
+            posted[direction].append((message.peer, data))
+    return BoundRound(item, tuple(posted['receive']), tuple(posted['send']), packing, unpacking, *local, staged)
+
+
+def local_message(moves: Moves, rows: np.ndarray, rank: int) -> Message:
+    """Moves that stay on this process, in the form of a message."""
+    part = moves.take(rows)
+    return Message(rank, rows, np.zeros(len(rows), np.int64), part.numel, int(part.numbytes.sum()))
+
+
+def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int,
+            shares: int) -> Tuple[List[Tuple[Copies, int]], int]:
+    """The local copies of a stage in so many shares of about the same bytes, and the bytes which stay in place."""
+    rows = np.flatnonzero(moves.is_local & (moves.stage == stage))
+    numbytes = moves.numbytes[rows]
+    share = np.cumsum(numbytes) * shares // (int(numbytes.sum()) + 1)
+    in_place = 0
+    made = []
+    for number in range(shares):
+        copies, copied = Copies(), 0
+        for part in parts_of(moves, local_message(moves, rows[share == number], rank)):
+            size = part.source.numel * int(moves.width[part.move])
+            if _stays(buffers, stage, part):
+                in_place += size
+                continue
+            copy(copies, buffers, stage, part)
+            copied += size
+        made.append((copies, copied))
+    return made, in_place
+
+
+def _stays(buffers: Buffers, stage: int, part: Part) -> bool:
+    reader, writer = buffers.source(stage, part), buffers.target(part)
+    same_values = part.scales == (1.0, 1.0) and reader.tensor.dtype == writer.tensor.dtype
+    return stage == FIRST_HOP and same_values and same_memory(reader, part.source, writer, part.target)

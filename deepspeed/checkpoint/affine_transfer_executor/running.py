@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""One run of a program: agree, move, verify, switch."""
+
+import time
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from typing import Deque, Dict, Iterator, List, Tuple
+
+import torch
+
+from deepspeed.checkpoint.affine_transfer_executor.agreement import (BROKE_BEFORE, ROW, RUN, SWITCH, VERIFY, Position,
+                                                                     agree, named, numbers, refuse_broken)
+from deepspeed.checkpoint.affine_transfer_executor.channel import Pending, WaitFailed
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained, described
+from deepspeed.checkpoint.affine_transfer_executor.report import TransferStats
+from deepspeed.checkpoint.affine_transfer_executor.rounds import SLOTS, BoundRound, Stage
+from deepspeed.checkpoint.affine_transfer_executor.streams import beside
+from deepspeed.checkpoint.affine_transfer_executor.verification import differences
+
+NAMED = 3
+ROW_BYTES = 8 * ROW
+BROKE = 'the transfer broke while it ran, and targets may be partly written'
+BROKE_STAGED = 'the transfer broke while it ran, and no target has changed'
+WRONG = 'the transfer was verified: targets do not have what was sent'
+WRONG_STAGED = 'the transfer was verified and refused, no target has changed: not everything arrived as it was sent'
+
+
+# Weights may have been made in inference mode, where only inference mode may write to them.
+@torch.inference_mode()
+def run_once(recipe, bound) -> TransferStats:
+    """Run a program; ``recipe`` and ``bound`` are its Recipe and Bound."""
+    run = _Run(recipe, bound)
+    facts = run.agree()
+    broke = BROKE_STAGED if bound.shadows else BROKE
+    with nullcontext() if recipe.channel is None else recipe.channel.ending(broke):
+        with beside(recipe.device):
+            run.move()
+            wrong = run.verify()
+    run.conclude(wrong)
+    return run.stats(facts)
+
+
+class _Run:
+    """Clock and counters of one run."""
+
+    def __init__(self, recipe, bound):
+        self.recipe = recipe
+        self.bound = bound
+        self.channel = recipe.channel
+        self.rounds: List[BoundRound] = [item for stage in bound.stages for item in stage.rounds]
+        self.seconds: Dict[str, float] = dict.fromkeys(
+            ('agree', 'pack', 'post', 'local', 'wait', 'unpack', 'verify', 'switch'), 0.0)
+        self.sent = self._bytes_of(lambda item: item.round.sends)
+        self.received = self._bytes_of(lambda item: item.round.receives)
+        self.local = sum(stage.local_bytes + sum(item.local_bytes for item in stage.rounds) for stage in bound.stages)
+        self.done = self.overhead = 0
+
+    def agree(self) -> List[Tuple[int, ...]]:
+        """Everybody's bytes sent, bytes received and rounds, once all are known to run the same program."""
+        timeout, reason = self.recipe.options.timeout, ''
+        mine = self.sent, self.received, len(self.rounds)
+        if self.channel is None:
+            self.bound.bindings.check()
+            return [mine]
+        with self.timed('agree'):
+            refuse_broken(self.channel)
+            with self.channel.ending(BROKE_BEFORE):
+                try:
+                    self.bound.bindings.check()
+                except Exception as error:
+                    # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
+                    reason = described(error)
+            terms = None if reason else {'programs': self.recipe.digest}
+            self.overhead += ROW_BYTES
+            return agree(self.channel, Position(RUN, terms, reason, mine), timeout)
+
+    def move(self) -> None:
+        """Make all copies."""
+        if self.bound.shadows:
+            self.bound.shadows.begin()
+        for stage in self.bound.stages:
+            self._stage(stage)
+
+    def verify(self) -> List[str]:
+        """What did not arrive as it was sent."""
+        if self.bound.verification is None:
+            return []
+        with self.timed('verify'):
+            self.overhead += self.bound.verification.sent_bytes
+            return differences(self.bound.verification, self.channel, self.recipe.options.timeout)
+
+    def conclude(self, wrong: List[str]) -> None:
+        """Hear whether all went well everywhere, where that was asked for, and make staged targets the targets."""
+        staged = self.bound.shadows is not None
+        if wrong and self.channel is None:
+            raise AffineTransferExecutionError(f'{WRONG_STAGED if staged else WRONG}: {"; ".join(wrong[:NAMED])}')
+        if self.channel is not None and (staged or self.bound.verification is not None):
+            self._conclude_together(wrong, staged)
+        if staged:
+            with self.timed('switch'):
+                self.bound.shadows.switch()
+
+    def stats(self, facts: List[Tuple[int, ...]]) -> TransferStats:
+        """What this process did; ``facts`` are those of the agreement."""
+        stages = self.bound.stages
+        senders, receivers = ([row[place] for row in facts] for place in (0, 1))
+        return TransferStats(
+            segments=len(self.bound.prepared.moves),
+            chunks=sum(len(item.receives) + len(item.sends) for item in self.rounds),
+            rounds=max(row[2] for row in facts),
+            local_copy_bytes=self.local,
+            sent_bytes=self.sent,
+            received_bytes=self.received,
+            in_place_bytes=sum(stage.in_place for stage in stages),
+            peak_staging_bytes=self.bound.staging_bytes,
+            packed_bytes=sum(item.staged for item in self.rounds),
+            forwarded_bytes=self._bytes_of(lambda item: item.round.sends if item.round.key[0] else ()),
+            overhead_bytes=self.overhead,
+            busiest_sender=(senders.index(max(senders)), max(senders)),
+            busiest_receiver=(receivers.index(max(receivers)), max(receivers)),
+            seconds=self.seconds)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time of what is done inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - began
+
+    def _bytes_of(self, messages) -> int:
+        return sum(message.numbytes for item in self.rounds for message in messages(item))
+
+    def _stage(self, stage: Stage) -> None:
+        """Run rounds, one of them travelling while its neighbours are packed and unpacked."""
+        travelling: Deque[Tuple[BoundRound, List[Pending]]] = deque()
+        for item in stage.rounds:
+            with self.timed('pack'):
+                item.pack.run()
+            with self.timed('post'):
+                travelling.append((item, self._post(item)))
+            self._copy(item.local, item.local_bytes)
+            if len(travelling) == SLOTS:
+                self._finish(*travelling.popleft())
+        self._copy(stage.local, stage.local_bytes)
+        while travelling:
+            self._finish(*travelling.popleft())
+
+    def _copy(self, copies, numbytes: int) -> None:
+        if numbytes:
+            with self.timed('local'):
+                copies.run()
+            self._advance(numbytes)
+
+    def _post(self, item: BoundRound) -> List[Pending]:
+        try:
+            return self.channel.post(item.receives, item.sends)
+        except WaitFailed as failure:
+            raise Explained(self._account(item, failure)) from failure
+
+    def _finish(self, item: BoundRound, pending: List[Pending]) -> None:
+        deadline = time.monotonic() + self.recipe.options.timeout
+        with self.timed('wait'):
+            for operation in pending:
+                try:
+                    self.channel.wait(operation, deadline)
+                except WaitFailed as failure:
+                    raise Explained(self._account(item, failure)) from failure
+        with self.timed('unpack'):
+            item.unpack.run()
+        self._advance(sum(message.numbytes for message in item.round.receives + item.round.sends))
+
+    def _advance(self, numbytes: int) -> None:
+        self.done += numbytes
+        if self.recipe.options.progress is not None:
+            self.recipe.options.progress(self.done, self.sent + self.received + self.local)
+
+    def _account(self, item: BoundRound, failure: WaitFailed) -> str:
+        """Whom this process waited for, and for what."""
+        peers = failure.pending.peers
+        messages = [message for message in item.round.receives + item.round.sends if message.peer in peers]
+        touched = sorted(
+            {request
+             for message in messages
+             for request in self.bound.prepared.moves.request[message.rows].tolist()})
+        names = [self.bound.prepared.requests[index].name for index in touched[:NAMED]]
+        if len(touched) > NAMED:
+            names.append(f'{len(touched) - NAMED} more')
+        return (f'waited for {named(peers)} ({failure.pending.action} {numbers(peers)}, round '
+                f'{self.rounds.index(item) + 1} of {len(self.rounds)}, {", ".join(names)}): {failure}')
+
+    def _conclude_together(self, wrong: List[str], staged: bool) -> None:
+        doing = VERIFY if self.bound.verification is not None else SWITCH
+        before = (WRONG_STAGED if staged else WRONG) if doing == VERIFY else BROKE_STAGED
+        position = Position(doing,
+                            None if wrong else {'programs': self.recipe.digest},
+                            '; '.join(wrong[:NAMED]),
+                            before=before)
+        with self.timed('agree'):
+            self.overhead += ROW_BYTES
+            agree(self.channel, position, self.recipe.options.timeout)
