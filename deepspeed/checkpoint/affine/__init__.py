@@ -13,6 +13,7 @@ Start here:
 """
 
 from deepspeed.checkpoint.affine.algebra import concat_affine_maps, keep_locations, narrow, permute, relabel
+from deepspeed.checkpoint.affine.beside import newer_names
 from deepspeed.checkpoint.affine.columns import PieceColumns
 from deepspeed.checkpoint.affine.composition import compose
 from deepspeed.checkpoint.affine.constructors import (block_gather_map, contiguous_split_map, replicated_map,
@@ -34,3 +35,5 @@ __all__ = [
     'permute', 'relabel', 'replicated_map', 'segmented_map', 'sub_param_map', 'union_affine_maps',
     'zero3_partition_map'
 ]
+
+globals().update(newer_names(__name__, __file__))
