@@ -40,8 +40,8 @@ def newer_names(name: str, file: str) -> Dict[str, Any]:
     tested = '.'.join(map(str, NEWEST_TESTED))
     warnings.warn(
         f'DeepSpeed {version} is newer than {tested}, the newest that deepspeed-affine was tested with, so {name} '
-        f'is DeepSpeed\'s own module. The planner and the executor of deepspeed-affine go on with its own maps, which are '
-        f'in the modules of that package, such as {name}.constructors. Set {CHOICE}=ours to use them everywhere.',
+        'is the module of DeepSpeed itself. Planner and executor of deepspeed-affine go on with its own maps, which '
+        f'are in the modules of that package, such as {name}.constructors. Set {CHOICE}=ours to use them everywhere.',
         RuntimeWarning,
         stacklevel=3)
     return _names_of(name, sibling)
