@@ -4,7 +4,7 @@
 """Raw bytes between the processes of a group, over any kind of group that torch has."""
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Iterator, List, Sequence, Tuple
@@ -183,16 +183,17 @@ class Channel:
 
         Best effort. gloo closes its connections when a receive times out, and only then.
         """
-        peer = (self.rank + 1) % self.size
-        try:
-            if self.device.type == 'cpu' and peer != self.rank:
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self.backend.recv([nothing], peer, SILENT_TAG).wait(timedelta(milliseconds=1))
-            elif hasattr(self.backend, 'abort'):
-                self.backend.abort()
-        except RuntimeError:
-            # That is what was wanted, or the connections were broken before.
+        if self.device.type != 'cpu':
+            if hasattr(self.backend, 'abort'):
+                with suppress(RuntimeError):
+                    self.backend.abort()
             return
+        nothing = torch.empty(1, dtype=torch.uint8)
+        # Where a peer is gone the receive fails at once, which closes no other connection: the next one is tried.
+        for step in range(1, self.size):
+            with suppress(RuntimeError):
+                self.backend.recv([nothing], (self.rank + step) % self.size,
+                                  SILENT_TAG).wait(timedelta(milliseconds=1))
 
     def _start(self, action: str, peer: int, call, tensor: torch.Tensor) -> Pending:
         try:
