@@ -19,7 +19,7 @@ from nox.command import CommandFailed
 
 ROOT = pathlib.Path(__file__).resolve().parent
 PACKAGED = ["deepspeed", "ds_affine", "pyproject.toml", "setup.py", "README.md", "LICENSE"]
-CHECKED = ["deepspeed", "ds_affine", "tests", "benchmarks", "scripts", "noxfile.py", "setup.py"]
+CHECKED = ["deepspeed", "ds_affine", "tests", "benchmarks", "examples", "scripts", "noxfile.py", "setup.py"]
 DEEPSPEED = "deepspeed==0.19.8"
 # DeepSpeed then compiles none of its operators, while it is installed or later.
 DEEPSPEED_ENV = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}

@@ -3,9 +3,26 @@
 # DeepSpeed Team
 """Maps and buffers taken from what others hold. Start here:
 
-- ``zero3_parameter`` describes a live parameter of a ZeRO-3 engine and hands out this process' part of it.
+- ``zero3_maps`` describes all parameters of a live ZeRO-3 model and hands out this process' part of them;
+  ``zero3_master_maps`` does so for the fp32 weights, ``zero3_secondary_maps`` for hpZ's second partitions, and
+  ``zero3_parameter`` for one parameter;
+- ``zero12_master_maps`` for the fp32 partitions of ZeRO-1 and 2; ``replicated_maps`` for what every rank holds whole;
+- ``dtensor_map`` for a DTensor (``placement_map`` without a process group);
+- ``server_layout`` is the target: a Llama or Qwen model as an inference server holds it.
 """
 
-from deepspeed.checkpoint.affine_adapters.zero3 import zero3_parameter
+from deepspeed.checkpoint.affine_adapters.dtensor import dtensor_map
+from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+from deepspeed.checkpoint.affine_adapters.placements import placement_map
+from deepspeed.checkpoint.affine_adapters.replicated import replicated_buffers, replicated_maps
+from deepspeed.checkpoint.affine_adapters.server import DecoderModel, ServerLayout, ServerPart, server_layout
+from deepspeed.checkpoint.affine_adapters.zero3 import zero3_maps, zero3_parameter
+from deepspeed.checkpoint.affine_adapters.zero3_master import zero3_master_maps
+from deepspeed.checkpoint.affine_adapters.zero3_secondary import zero3_secondary_maps
+from deepspeed.checkpoint.affine_adapters.zero12 import zero12_master_maps
 
-__all__ = ['zero3_parameter']
+__all__ = [
+    'DecoderModel', 'HeldParameter', 'ServerLayout', 'ServerPart', 'dtensor_map', 'placement_map',
+    'replicated_buffers', 'replicated_maps', 'server_layout', 'zero12_master_maps', 'zero3_maps', 'zero3_master_maps',
+    'zero3_parameter', 'zero3_secondary_maps'
+]
