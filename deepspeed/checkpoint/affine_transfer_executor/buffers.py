@@ -119,7 +119,7 @@ class Shard:
         whole = self.view(piece)
         if whole is not None:
             return [whole]
-        run = _as_run(piece)
+        run = as_run(piece)
         if run is None:
             return None
         sizes, logical, _ = self._grid
@@ -187,7 +187,7 @@ def _axis_of(stride: int, logical: Tuple[int, ...]) -> Optional[int]:
     return None
 
 
-def _as_run(piece: Piece) -> Optional[Tuple[int, int]]:
+def as_run(piece: Piece) -> Optional[Tuple[int, int]]:
     """``[start, stop)`` if the piece is one dense run of addresses in row-major order, else None."""
     expected = 1
     for size, stride in zip(reversed(piece.shape), reversed(piece.strides)):

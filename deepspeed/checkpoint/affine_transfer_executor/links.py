@@ -139,11 +139,22 @@ def messages_of(peer: int, rows: np.ndarray, moves: Moves, direct_bytes: int, me
     large = int((numel * width >= direct_bytes).sum())
     messages = []
     for row, count, size in zip(rows[:large].tolist(), numel[:large].tolist(), width[:large].tolist()):
-        step = message_bytes // size
+        step = _whole_rows(moves.shape[row], message_bytes // size)
         for first in range(0, count, step):
             last = min(first + step, count)
             messages.append(Message(peer, np.array([row]), np.array([first]), np.array([last]), (last - first) * size))
     return messages + _stream(peer, rows[large:], numel[large:], width[large:], message_bytes)
+
+
+def _whole_rows(shape: np.ndarray, most: int) -> int:
+    """At most so many elements, but where possible whole rows, so that each message is one box.
+
+    >>> _whole_rows(np.array([5, 10, 4]), 95), _whole_rows(np.array([5, 10, 4]), 15), _whole_rows(np.array([5]), 3)
+    (80, 12, 3)
+    """
+    rows = np.append(np.cumprod(shape[::-1]), 1)
+    row = int(rows[rows <= most].max())
+    return most // row * row
 
 
 def _stream(peer: int, rows: np.ndarray, numel: np.ndarray, width: np.ndarray, message_bytes: int) -> List[Message]:

@@ -55,7 +55,7 @@ def busiest_sender_bytes(moves: Moves) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """G blocks of sources that several other processes need.
+    """G blocks of sources that several locations of other processes need.
 
     Attributes:
         rows: moves of a block, one for each of its receivers, ascending by process; block g has ``rows[starts[g]:
@@ -79,10 +79,10 @@ def _shared_blocks(moves: Moves, nodes: Optional[Mapping[int, int]]) -> _Blocks:
     rows, block, process = candidates[order], block[order], part.target_process[order]
     new = np.ones(len(rows), bool)
     new[1:] = (block[1:] != block[:-1]) | (process[1:] != process[:-1])
-    receivers = np.bincount(block[new], minlength=1)
-    shared = receivers[block] > 1 if len(block) else new
-    lead = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0)) if len(rows) else rows
-    counts = receivers[receivers > 1]
+    needed = np.bincount(block)
+    shared = needed[block] > 1
+    lead = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
+    counts = np.bincount(block[new])[needed > 1]
     return _Blocks(rows[new & shared], np.concatenate([[0], np.cumsum(counts)]), rows[~new & shared],
                    rows[lead[~new & shared]])
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from deepspeed.checkpoint.affine_transfer_executor.aliases import same_memory
+from deepspeed.checkpoint.affine_transfer_executor.buffers import Piece, as_run
 from deepspeed.checkpoint.affine_transfer_executor.copies import Buffers, Copies, Part, copy, pack, parts_of, unpack
 from deepspeed.checkpoint.affine_transfer_executor.links import Message, Round
 from deepspeed.checkpoint.affine_transfer_executor.moves import FIRST_HOP, Moves
@@ -105,16 +106,17 @@ def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
 def _direct(buffers: Buffers, stage: int, moves: Moves, message: Message, sending: bool,
             device: torch.device) -> Optional[torch.Tensor]:
     """The bytes of a message in the tensor itself, where they lie there as they travel."""
-    parts = list(parts_of(moves, message)) if len(message.rows) == 1 else []
-    if len(parts) != 1:
+    if len(message.rows) != 1:
         return None
-    part, = parts
+    part, = parts_of(moves, whole_message(moves, message.rows, message.peer))
+    run = as_run(part.source if sending else part.target)
     shard = buffers.source(stage, part) if sending else buffers.target(part)
-    tensor, piece = shard.tensor, part.source if sending else part.target
+    tensor = shard.tensor
     as_it_is = part.scales == (1.0, 1.0) and tensor.dtype == buffers.wire_dtype(part)
-    if tensor.device != device or sending and not as_it_is or tensor.is_conj() or tensor.is_neg():
+    if run is None or tensor.device != device or sending and not as_it_is or tensor.is_conj() or tensor.is_neg():
         return None
-    view = shard.view(piece)
+    first, last = int(message.first[0]), int(message.last[0])
+    view = shard.view(Piece(run[0] + first, (1, ), (last - first, )))
     if view is None or not view.is_contiguous():
         return None
     # The strides of axes of size 1 are anything.
@@ -152,10 +154,10 @@ def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torc
     return BoundRound(item, tuple(posted['receive']), tuple(posted['send']), packing, unpacking, *local, staged)
 
 
-def local_message(moves: Moves, rows: np.ndarray, rank: int) -> Message:
-    """Moves that stay on this process, in the form of a message."""
+def whole_message(moves: Moves, rows: np.ndarray, peer: int) -> Message:
+    """Moves in the form of one message, whatever its size."""
     part = moves.take(rows)
-    return Message(rank, rows, np.zeros(len(rows), np.int64), part.numel, int(part.numbytes.sum()))
+    return Message(peer, rows, np.zeros(len(rows), np.int64), part.numel, int(part.numbytes.sum()))
 
 
 def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int,
@@ -168,7 +170,7 @@ def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int,
     made = []
     for number in range(shares):
         copies, copied = Copies(), 0
-        for part in parts_of(moves, local_message(moves, rows[share == number], rank)):
+        for part in parts_of(moves, whole_message(moves, rows[share == number], rank)):
             size = part.source.numel * int(moves.width[part.move])
             if _stays(buffers, stage, part):
                 in_place += size
