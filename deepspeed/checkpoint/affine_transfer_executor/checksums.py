@@ -9,13 +9,13 @@ that words which change places do not cancel.
 """
 
 from functools import lru_cache
-from typing import List, Sequence, Tuple
+from typing import Sequence, Tuple
 
 import numpy as np
 import torch
 
 # Words that are multiplied at one time; each takes 8 bytes.
-BLOCK = 1 << 16
+BLOCK = 1 << 14
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -34,19 +34,22 @@ def checksums(data: torch.Tensor, runs: Sequence[Tuple[int, int, int]]) -> torch
         checksums(torch.tensor([1, 2], dtype=torch.uint8), [(0, 2, 1)])
     """
     weights = torch.from_numpy(_weights(BLOCK)).to(data.device)
-    sums = [_checksum(data[start:stop].view(_WORDS[width]), weights) for start, stop, width in runs]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=data.device)
+    # One temporary for all blocks: many of this size, freed one by one, would scatter over the heap.
+    products = torch.empty_like(weights)
+    sums = torch.zeros(len(runs), dtype=torch.int64, device=data.device)
+    for index, (start, stop, width) in enumerate(runs):
+        _add_checksum(sums[index], data[start:stop].view(_WORDS[width]), weights, products)
+    return sums
 
 
-def _checksum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _add_checksum(total: torch.Tensor, words: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> None:
     blocks = -(-len(words) // BLOCK)
     # Blocks are weighted like words.
-    factors: List[int] = _weights(blocks).tolist()
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for block, factor in enumerate(factors):
+    for block, factor in enumerate(_weights(blocks).tolist()):
         part = words[block * BLOCK:(block + 1) * BLOCK]
-        total += (part.to(torch.int64) * weights[:len(part)]).sum() * factor
-    return total
+        product = products[:len(part)]
+        product.copy_(part).mul_(weights[:len(part)])
+        total.add_(product.sum(), alpha=factor)
 
 
 @lru_cache(maxsize=8)

@@ -135,7 +135,7 @@ def rounds_of(links: Links, moves: Moves, direct_bytes: int, message_bytes: int)
 def messages_of(peer: int, rows: np.ndarray, moves: Moves, direct_bytes: int, message_bytes: int) -> List[Message]:
     """Moves as messages: large ones by themselves, then all others as one stream that is cut at every
     ``message_bytes``. Arguments as for ``rounds_of``; ``rows`` in the order of a Link."""
-    numel, width = moves.numel[rows], moves.width[rows]
+    numel, width = moves.shape[rows].prod(axis=1), moves.width[rows]
     large = int((numel * width >= direct_bytes).sum())
     messages = []
     for row, count, size in zip(rows[:large].tolist(), numel[:large].tolist(), width[:large].tolist()):
