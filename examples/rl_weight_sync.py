@@ -31,9 +31,8 @@ from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_lay
 from deepspeed.checkpoint.affine_adapters.zero3 import zero3_maps
 from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer.model import plan_transfers
-from deepspeed.checkpoint.affine_transfer_executor.execute import execute_transfers
+from deepspeed.checkpoint.affine_transfer_executor.compiler import compile_transfer
 from deepspeed.checkpoint.affine_transfer_executor.group import join_transfer_group
-from deepspeed.checkpoint.affine_transfer_executor.requests import TransferRequest
 from tensor_parallel_llama import NORM_EPSILON, ROPE_BASE, TensorParallelLlama
 
 TRAINERS, SERVERS, TP_DEGREE = 2, 2, 2
@@ -86,8 +85,8 @@ def servers_layout(model):
                          locations=[locations[first:first + TP_DEGREE] for first in locations[::TP_DEGREE]])
 
 
-class WeightSync:
-    """Planned once, run after every step. Every process makes it and calls it.
+def compile_sync(layout, sources, served, group):
+    """The program that sends the weights; every process makes it once, and runs it together with the others.
 
     Args:
         layout: ``ServerLayout``.
@@ -95,26 +94,20 @@ class WeightSync:
         served: server parameter name -> ``{location: tensor}``: a server's tensors; ``{}`` on a trainer.
         group: of all processes.
     """
-
-    def __init__(self, layout, sources, served, group):
-        self.group = group
-        self.endpoints = TransferEndpoints(
-            source={rank: rank
-                    for rank in range(TRAINERS)},
-            target={location: TRAINERS + location
-                    for location in range(SERVERS * TP_DEGREE)},
-        )
-        source_maps = {
-            name: zero3_partition_map(part.target_map.logical_shape, TRAINERS)
-            for name, part in layout.parts.items()
-        }
-        plan = plan_transfers(layout.transfers(source_maps, DTYPE), endpoints=self.endpoints)
-        targets = layout.buffers(served)
-        self.requests = [TransferRequest(plan[name], sources.get(name, {}), targets[name], name=name) for name in plan]
-        self.sent_bytes = sum(plan.sent_bytes().values())
-
-    def __call__(self):
-        execute_transfers(self.requests, self.endpoints, DTYPE, group=self.group)
+    endpoints = TransferEndpoints(
+        source={rank: rank
+                for rank in range(TRAINERS)},
+        target={location: TRAINERS + location
+                for location in range(SERVERS * TP_DEGREE)},
+    )
+    source_maps = {
+        name: zero3_partition_map(part.target_map.logical_shape, TRAINERS)
+        for name, part in layout.parts.items()
+    }
+    # Each process plans what it sends or receives itself, however many there are. With a plan of all processes the
+    # servers would pass on to each other what both need.
+    plan = plan_transfers(layout.transfers(source_maps, DTYPE), endpoints=endpoints, process=group.rank())
+    return compile_transfer(plan, sources, layout.buffers(served), endpoints, DTYPE, group=group)
 
 
 # ---------------------------------------------------------------------------------------------- the trainer
@@ -125,15 +118,14 @@ def train(arguments, rank, store, group):
     model = described_model(arguments)
     engine = zero3_engine(model, rank, store)
     # Views of the engine's own partitions: they show the weights after every step.
-    sources = {name: held.buffers for name, held in zero3_maps(engine).items()}
-    sync = WeightSync(servers_layout(model), sources, {}, group)
+    held, layout = zero3_maps(engine), servers_layout(model)
+    sync = compile_sync(layout, {name: held[name].buffers for name in layout.parts}, {}, group)
     if rank == 0:
-        print(f'{len(sync.requests)} parameters, {sync.sent_bytes:,} bytes per round to {SERVERS} servers')
         print('round  reward  logits apart  without the last sync', flush=True)
     agreed, previous = True, None
     for step in range(arguments.steps + 1):
         stale = None if previous is None else apart(engine, *previous)
-        sync()
+        sent = sync.run()
         tokens, served = load(store, f'sequences of server {rank} in round {step}')
         logits = engine(tokens).logits
         agreed &= torch.allclose(logits, served, rtol=1e-4, atol=1e-5)
@@ -146,6 +138,8 @@ def train(arguments, rank, store, group):
             engine.backward(policy_loss(logits, tokens, reward))
             engine.step()
         previous = tokens, served
+    if rank == 0:
+        print(f'{len(layout.parts)} parameters; trainer 0 sent {sent.sent_bytes:,} bytes in each round')
     if not agreed:
         print(f'Trainer {rank} and its server do not agree.', flush=True)
     return agreed
@@ -209,11 +203,11 @@ def serve(arguments, process, store, group):
     model = described_model(arguments)
     layout = servers_layout(model)
     weights = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in layout.shard_shapes.items()}
-    sync = WeightSync(layout, {}, {name: {location: tensor} for name, tensor in weights.items()}, group)
+    sync = compile_sync(layout, {}, {name: {location: tensor} for name, tensor in weights.items()}, group)
     llama = TensorParallelLlama(model, weights)
     generator = torch.Generator().manual_seed(server)
     for step in range(arguments.steps + 1):
-        sync()
+        sync.run()
         prompts = torch.randint(model.vocab_size, (BATCH, PROMPT), generator=generator)
         tokens = llama.generate(prompts, LENGTH, generator)
         logits = llama.logits(tokens)
