@@ -149,4 +149,4 @@ def _bind(recipe: Recipe, prepared: Prepared) -> Bound:
         verification = prepare_verification(recipe.rounds, moves, buffers, recipe.rank, recipe.message_bytes,
                                             recipe.device)
         staging_bytes += verification.staging_bytes
-    return Bound(prepared, stages, staging_bytes, shadows, verification, Bindings.of(requests))
+    return Bound(prepared, stages, staging_bytes, shadows, verification, Bindings(requests))

@@ -34,7 +34,7 @@ class StagingBudget:
 
         StagingBudget(bytes_per_peer=4 << 20, bytes_per_process=64 << 20)
     """
-    bytes_per_peer: int = 8 << 20
+    bytes_per_peer: int = 16 << 20
     bytes_per_process: int = field(default=256 << 20, kw_only=True)
     operations: int = field(default=64, kw_only=True)
     direct_bytes: int = field(default=1 << 20, kw_only=True)
