@@ -37,13 +37,15 @@ class Position:
         terms: name of what must agree -> 16 bytes that stand for it; None where this process cannot go on.
         reason: then, why it cannot.
         facts: up to eight integers for the others to know.
-        before: what it means for the transfer, and for its targets, if the processes do not agree.
+        if_refused, if_broken: what it means for the transfer and for the targets of this process, if the processes
+            do not agree, or if not all of them come.
     """
     doing: str
     terms: Optional[Mapping] = None
     reason: str = ''
     facts: Tuple[int, ...] = ()
-    before: str = REFUSED_BEFORE
+    if_refused: str = REFUSED_BEFORE
+    if_broken: str = BROKE_BEFORE
 
 
 def agree(channel: Channel, position: Position, timeout: float) -> List[Tuple[int, ...]]:
@@ -58,20 +60,20 @@ def agree(channel: Channel, position: Position, timeout: float) -> List[Tuple[in
         The eight facts of every process, by process; zeros where it has fewer.
 
     Raises:
-        AffineTransferExecutionError: on every process, if any refuses or differs; or on those that came, if
-            some do not come in time.
+        AffineTransferExecutionError: on every process in the same words, if any refuses or differs.
+        TransferBrokenError: on those that came, if some do not come in time; the group has ended.
     """
     # Made before the first exchange: whoever takes part in it must be able to take part in the second.
     row, text = _row(position), _encoded(position.reason)
-    with channel.ending(BROKE_BEFORE if position.before == REFUSED_BEFORE else position.before):
-        rows, texts = _exchange(channel, row, text, timeout)
+    with channel.ending(position.if_broken):
+        rows, texts = _exchange(channel, position.doing, row, text, timeout)
         objection = _objection(position, rows, texts)
     if objection:
         raise AffineTransferExecutionError(objection)
     return [tuple(row[FIRST_FACT:].tolist()) for row in rows]
 
 
-def _exchange(channel: Channel, row: torch.Tensor, text: torch.Tensor,
+def _exchange(channel: Channel, doing: str, row: torch.Tensor, text: torch.Tensor,
               timeout: float) -> Tuple[List[torch.Tensor], List[torch.Tensor]]:
     """Everybody's rows, and the reasons if anybody refuses."""
     channel.board.arrive()
@@ -81,17 +83,17 @@ def _exchange(channel: Channel, row: torch.Tensor, text: torch.Tensor,
         # Reasons are long and rare: a second exchange, in which all take part as all know of it.
         return rows, channel.gather(text, timeout) if _refused(rows) else []
     except WaitFailed as failure:
-        raise Explained(_nobody_came(channel, failure, timeout, time.monotonic() - began)) from failure
+        raise Explained(_nobody_came(channel, doing, failure, timeout, time.monotonic() - began)) from failure
 
 
 def _objection(position: Position, rows: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> str:
     """Why the transfer is refused, on every process in the same words, or nothing."""
     refused = _refused(rows)
     if refused:
-        return f'{position.before}: ' + '; '.join(_refusals(refused, texts))
+        return f'{position.if_refused}: ' + '; '.join(_refusals(refused, texts))
     differences = _differences(rows, position.terms)
     if differences:
-        return (f'processes do not have the same transfer schedule; {position.before}: ' + '; '.join(differences))
+        return (f'processes do not have the same transfer schedule; {position.if_refused}: ' + '; '.join(differences))
     return ''
 
 
@@ -167,14 +169,15 @@ def refuse_broken(channel: Channel) -> None:
                                   f'began: {broken}. Join a new group')
 
 
-def _nobody_came(channel: Channel, failure: WaitFailed, timeout: float, waited: float) -> str:
+def _nobody_came(channel: Channel, doing: str, failure: WaitFailed, timeout: float, waited: float) -> str:
     missing = channel.board.missing(channel.size)
     # gloo's clock is coarser than ours.
     lost = waited < 0.99 * timeout
+    began = doing in (COMPILE, RUN)
     if missing and lost:
-        what = f'lost a connection after {waited:.1f} seconds, while {named(missing)} had not begun the transfer'
-    elif missing:
-        what = f'waited {timeout:g} seconds for {named(missing)} to begin the transfer, in vain'
-    else:
-        what = f'could not exchange the transfer schedule with {named(failure.pending.peers)}'
-    return f'{what} ({failure})'
+        late = 'had not begun the transfer' if began else f'had not come to {doing}'
+        return f'lost a connection after {waited:.1f} seconds, while {named(missing)} {late} ({failure})'
+    if missing:
+        late = 'begin the transfer' if began else doing
+        return f'waited {timeout:g} seconds for {named(missing)} to {late}, in vain ({failure})'
+    return f'could not exchange the transfer schedule with {named(failure.pending.peers)} ({failure})'

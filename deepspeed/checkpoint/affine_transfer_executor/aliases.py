@@ -77,7 +77,7 @@ def _moving_regions(requests: Sequence, index: int, location: int, rank: int, si
 
 def stays(request, segment) -> bool:
     """Whether a local segment copies a region onto itself, bit for bit."""
-    if segment.is_scaled or request.source_dtype != request.target_dtype:
+    if segment.is_scaled:
         return False
     return same_memory(request.sources[segment.source_rank],
                        Piece(segment.source_offset, segment.source_strides, segment.shape),
@@ -86,7 +86,9 @@ def stays(request, segment) -> bool:
 
 
 def same_memory(one: Shard, its_piece: Piece, other: Shard, others_piece: Piece) -> bool:
-    """Whether two pieces of one shape are the same bytes in the same order."""
+    """Whether two pieces of one shape are the same bytes in the same order, of one dtype."""
+    if one.tensor.dtype != other.tensor.dtype:
+        return False
     views = one.view(its_piece), other.view(others_piece)
     return all(view is not None for view in views) and _same(*views)
 

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Iterator, List, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
 
 # Backends that move accelerator memory; every other one is handed CPU memory.
 DEVICES = {'nccl': 'cuda', 'xccl': 'xpu', 'hccl': 'npu'}
-DATA_TAG = 0
+# A group may carry messages of its owner, whose tags are small as a rule.
+DATA_TAG = 0x0AFF1E00
 # Nobody ever sends with this tag.
-SILENT_TAG = 1
+SILENT_TAG = 0x0AFF1E01
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ class Channel:
         rank: this process; size: processes in the group.
         device: where messages must lie.
         board: the group's notes.
+        transfer_group: the TransferGroup, where it is one.
     """
     backend: Any
     rank: int
     size: int
     device: torch.device
     board: NoticeBoard
+    transfer_group: Optional[Any] = None
 
     @classmethod
     def of(cls, group) -> 'Channel':
@@ -83,7 +86,13 @@ class Channel:
                 f'group is a {type(group).__name__}; expected a torch.distributed process '
                 'group, one from join_transfer_group, or None for the default group')
         board = NoticeBoard(store, backend.rank())
-        return cls(backend, backend.rank(), backend.size(), _message_device(backend), board)
+        own = group if hasattr(group, 'notice_store') else None
+        return cls(backend, backend.rank(), backend.size(), _message_device(backend), board, own)
+
+    def check_open(self) -> None:
+        """Raise AffineTransferExecutionError if the group was closed, as its ``backend`` does."""
+        if self.transfer_group is not None:
+            _ = self.transfer_group.backend
 
     def gather(self, row: torch.Tensor, timeout: float) -> List[torch.Tensor]:
         """Everybody's row, by process. All rows must have the same dtype and size.
@@ -103,7 +112,8 @@ class Channel:
         except RuntimeError as error:
             raise WaitFailed(pending, str(error)) from error
         # gloo ends the operation itself when its own timeout is over, so that needs a little longer here.
-        self.wait(pending, time.monotonic() + 1.5 * timeout + 1)
+        patience = 1.5 * timeout + 1 if self.device.type == 'cpu' else timeout
+        self.wait(pending, time.monotonic() + patience)
         return [item.cpu() for item in rows]
 
     def post(self, receives: Sequence[Tuple[int, torch.Tensor]],
@@ -117,14 +127,25 @@ class Channel:
             calls = [('receive from', peer, self.backend.recv, tensor) for peer, tensor in receives]
             calls += [('send to', peer, self.backend.send, tensor) for peer, tensor in sends]
             return [self._start(*call) for call in calls]
-        # On accelerators the operations of a round must be one group, or they would wait for one another.
-        self.backend._start_coalescing()
-        for peer, tensor in receives:
-            self.backend.recv([tensor], peer, DATA_TAG)
-        for peer, tensor in sends:
-            self.backend.send([tensor], peer, DATA_TAG)
+        return self._post_together(receives, sends)
+
+    def _post_together(self, receives: Sequence[Tuple[int, torch.Tensor]],
+                       sends: Sequence[Tuple[int, torch.Tensor]]) -> List[Pending]:
+        """On accelerators the operations of a round must be one group, or they would wait for one another."""
         peers = tuple(sorted({peer for peer, _ in [*receives, *sends]}))
-        return [Pending('exchange with', peers, self.backend._end_coalescing())] if peers else []
+        pending = Pending('exchange with', peers, None)
+        try:
+            self.backend._start_coalescing()
+            try:
+                for peer, tensor in receives:
+                    self.backend.recv([tensor], peer, DATA_TAG)
+                for peer, tensor in sends:
+                    self.backend.send([tensor], peer, DATA_TAG)
+            finally:
+                work = self.backend._end_coalescing()
+        except RuntimeError as error:
+            raise WaitFailed(pending, str(error)) from error
+        return [Pending(pending.action, peers, work)] if peers else []
 
     def wait(self, pending: Pending, deadline: float) -> None:
         """Wait for one operation until ``deadline`` (of ``time.monotonic()``).
@@ -137,7 +158,9 @@ class Channel:
             if self.device.type == 'cpu':
                 finished = pending.work.wait(timedelta(seconds=left))
             else:
-                finished = _poll(pending.work, deadline) and pending.work.wait() is not False
+                finished = _poll(pending.work, deadline)
+                if finished:
+                    pending.work.wait()
         except RuntimeError as error:
             raise WaitFailed(pending, str(error)) from error
         if finished is False:
@@ -184,7 +207,8 @@ class Channel:
         Best effort. gloo closes its connections when a receive times out, and only then.
         """
         if self.device.type != 'cpu':
-            if hasattr(self.backend, 'abort'):
+            # A group that the caller owns is the caller's to end: there the others hear of it by their timeouts.
+            if self.transfer_group is not None and hasattr(self.backend, 'abort'):
                 with suppress(RuntimeError):
                     self.backend.abort()
             return
@@ -233,4 +257,7 @@ def _poll(work, deadline: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.0002)
+    # Work that failed is completed too.
+    if work.exception() is not None:
+        raise RuntimeError(str(work.exception()))
     return True

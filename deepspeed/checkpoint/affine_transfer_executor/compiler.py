@@ -4,17 +4,16 @@
 """From plans and buffers to a program, after all processes have agreed on it."""
 
 from collections.abc import Mapping
-from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint.affine.checks import listed
 from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer.model_plan import ModelPlan
 from deepspeed.checkpoint.affine_transfer.plan import TransferPlan
 from deepspeed.checkpoint.affine_transfer_executor.agreement import (BROKE_BEFORE, COMPILE, REFUSED_BEFORE, Position,
-                                                                     agree, refuse_broken)
+                                                                     agree, named, refuse_broken)
 from deepspeed.checkpoint.affine_transfer_executor.batch import Batch, check_names
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel, WaitFailed
 from deepspeed.checkpoint.affine_transfer_executor.digest import hash_of
@@ -25,6 +24,10 @@ from deepspeed.checkpoint.affine_transfer_executor.prepare import prepare
 from deepspeed.checkpoint.affine_transfer_executor.program import Recipe, TransferProgram
 from deepspeed.checkpoint.affine_transfer_executor.requests import StagingBudget, TransferRequest
 from deepspeed.checkpoint.affine_transfer_executor.rounds import SLOTS
+from deepspeed.checkpoint.affine_transfer_executor.streams import side_stream
+
+# Processes whose links are compared at one time: each takes as many numbers from every process.
+COMPARED = 256
 
 
 def compile_transfer(plan: Union[ModelPlan, TransferPlan],
@@ -138,7 +141,7 @@ def compile_local(batch: Batch,
     """
     prepared = prepare(batch, endpoints, options, 0, 1)
     message_bytes = _message_bytes(options, 0, prepared.widest)
-    return TransferProgram(Recipe(None, 0, endpoints, options, message_bytes, (), b'', arrange), prepared)
+    return TransferProgram(Recipe(None, 0, endpoints, options, message_bytes, (), b'', None, arrange), prepared)
 
 
 def _compile(make: Callable[[], Batch], endpoints: TransferEndpoints, group, options: dict,
@@ -153,20 +156,29 @@ def _compile(make: Callable[[], Batch], endpoints: TransferEndpoints, group, opt
             checked = Options(**options)
             prepared = prepare(make(), endpoints, checked, channel.rank, channel.size)
             hashes = link_hashes(prepared.links, prepared.moves, channel.rank)
-            terms = prepared.terms
             facts = (prepared.links.most_operations, *(sum(side.values()) % 2**62 for side in hashes))
+            terms = prepared.terms
         except Exception as error:
             # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
             reason = described(error)
     everyone = agree(channel, Position(COMPILE, terms, reason, facts), checked.timeout)
-    if (sum(row[1] for row in everyone) - sum(row[2] for row in everyone)) % 2**62:
-        _refuse_links(channel, hashes, checked.timeout)
+    sent, received = (sum(row[place] for row in everyone) % 2**62 for place in (1, 2))
+    if sent != received:
+        _refuse_links(channel, *hashes, checked.timeout)
     message_bytes = _message_bytes(checked, max(row[0] for row in everyone), prepared.widest)
+    digest = hash_of([*terms.values(), message_bytes, sent])
+    program, reason = None, ''
     with channel.ending(BROKE_BEFORE):
-        rounds = rounds_of(prepared.links, prepared.moves, checked.budget.direct_bytes, message_bytes)
-        digest = hash_of([*terms.values(), message_bytes])
-        return TransferProgram(
-            Recipe(channel, channel.rank, endpoints, checked, message_bytes, rounds, digest, arrange), prepared)
+        try:
+            rounds = rounds_of(prepared.links, prepared.moves, checked.budget.direct_bytes, message_bytes)
+            stream = side_stream(channel.device)
+            recipe = Recipe(channel, channel.rank, endpoints, checked, message_bytes, rounds, digest, stream, arrange)
+            program = TransferProgram(recipe, prepared)
+        except Exception as error:
+            # There may be no room for staging memory or shadows here alone.
+            reason = described(error)
+    agree(channel, Position(COMPILE, None if program is None else {'programs': digest}, reason), checked.timeout)
+    return program
 
 
 def _only_process_0(endpoints: TransferEndpoints) -> bool:
@@ -181,8 +193,8 @@ def _message_bytes(options: Options, operations: int, widest: int) -> int:
         AffineTransferExecutionError: not one element fits.
     """
     budget = options.budget
-    # A verification reads messages once more, at both ends.
-    messages = SLOTS * (operations + options.verify)
+    # A verification reads one message at either end.
+    messages = SLOTS * operations + 2 * options.verify
     most = min(budget.bytes_per_peer, budget.bytes_per_process // max(messages, 1)) // widest * widest
     if not most:
         raise AffineTransferExecutionError(
@@ -191,21 +203,22 @@ def _message_bytes(options: Options, operations: int, widest: int) -> int:
     return most
 
 
-def _refuse_links(channel: Channel, hashes: Tuple[dict, dict], timeout: float) -> None:
-    """Find the links whose ends differ, together with all other processes, and raise."""
-    row = torch.zeros(2, channel.size, dtype=torch.int64)
-    for side, by_peer in enumerate(hashes):
-        for peer, value in by_peer.items():
-            row[side, peer] = value
+def _refuse_links(channel: Channel, sent: Dict[int, int], received: Dict[int, int], timeout: float) -> None:
+    """Find the links whose ends differ, together with all other processes, and have all of them raise."""
+    theirs = torch.zeros(channel.size, dtype=torch.int64)
     with channel.ending(BROKE_BEFORE):
-        try:
-            table = torch.stack(channel.gather(row, timeout))
-        except WaitFailed as failure:
-            raise Explained(f'could not compare the links of all processes ({failure})') from failure
-    differing = torch.nonzero(table[:, 0] != table[:, 1].t()).tolist()
-    links = [f'{source} to {target}' for source, target in differing]
-    raise AffineTransferExecutionError(f'processes do not have the same transfer schedule; {REFUSED_BEFORE}: the two '
-                                       f'ends of links list different segments ({listed(links)})')
+        for low in range(0, channel.size, COMPARED):
+            high = min(low + COMPARED, channel.size)
+            row = torch.tensor([sent.get(peer, 0) for peer in range(low, high)], dtype=torch.int64)
+            try:
+                rows = channel.gather(row, timeout)
+            except WaitFailed as failure:
+                raise Explained(f'could not compare the links of all processes ({failure})') from failure
+            if low <= channel.rank < high:
+                theirs = torch.stack(rows)[:, channel.rank - low]
+    wrong = [peer for peer, value in enumerate(theirs.tolist()) if value != received.get(peer, 0)]
+    reason = f'its plan lists other segments for what it receives from {named(wrong)} than the sender\'s does'
+    agree(channel, Position(COMPILE, None if wrong else {}, reason), timeout)
 
 
 def _by_name(names: Sequence[str], side: str, buffers: Mapping) -> List[Mapping]:

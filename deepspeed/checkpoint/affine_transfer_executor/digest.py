@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Digests: two processes that hold the same digest will post the same messages."""
+"""Digests of what processes must have in common."""
 
 import hashlib
 from dataclasses import fields
@@ -19,7 +19,8 @@ PROTOCOL_VERSION = 2
 
 
 def plan_digest(plan: TransferPlan, endpoints: TransferEndpoints, budget: StagingBudget, element_size: int) -> str:
-    """What two processes must agree on to move one parameter.
+    """What two processes must agree on to move one parameter, for callers that compare it themselves. Dtypes and the
+    options of a transfer are not in it; a transfer compares those too.
 
     Args:
         plan: the copies.

@@ -27,5 +27,6 @@ def described(error: BaseException) -> str:
     except Exception:
         text = 'its text cannot be made'
     kind = type(error).__name__
-    words = text if isinstance(error, (ValueError, Explained)) else f'{kind}: {text}' if text else kind
+    explains = isinstance(error, (ValueError, Explained)) and text
+    words = text if explains else f'{kind}: {text}' if text else kind
     return words.encode(errors='backslashreplace').decode()

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine_transfer_executor.channel import DEVICES
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, described
 from deepspeed.checkpoint.affine_transfer_executor.meeting import meet
-from deepspeed.checkpoint.affine_transfer_executor.patience import checked_timeout, within
+from deepspeed.checkpoint.affine_transfer_executor.patience import LONGEST, checked_timeout, within
 
 # Processes that have all come connect within a moment, even where the last came at the very end.
 TO_CONNECT = 1.0
@@ -128,8 +128,21 @@ def _backend(kind: str, store, rank: int, size: int, timeout: timedelta):
         # It ends the wait for its peers itself, but not one for a silent store.
         limit = timeout.total_seconds() + TO_CONNECT
         return within(limit, lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
-    torch.empty(1, device=DEVICES[kind])  # NCCL needs the device to be initialised.
-    return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupNCCL.Options()
+    # Waits end by the timeouts of transfers. NCCL's own watchdog would end the process instead.
+    options._timeout = timedelta(seconds=LONGEST)
+    made = dist.ProcessGroupNCCL(store, rank, size, options)
+    device = torch.device(DEVICES[kind], torch.cuda.current_device())
+    within(timeout.total_seconds(), lambda: _first_exchange(made, device, size))
+    return made
+
+
+def _first_exchange(backend, device: torch.device, size: int) -> None:
+    """NCCL connects in the first exchange, and would wait there for ever."""
+    torch.cuda.set_device(device)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    backend.allgather([[torch.empty_like(row) for _ in range(size)]], [row]).wait()
+    torch.cuda.synchronize(device)
 
 
 def _tcp_store(address: str, rank: int, timeout: float):

@@ -7,10 +7,10 @@ The store is not the way the data goes, so it still answers when a connection is
 not come, and where a failure began. All of it is best effort; a transfer is correct without it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, List, Optional
 
-from deepspeed.checkpoint.affine_transfer_executor.patience import within
+from deepspeed.checkpoint.affine_transfer_executor.patience import Silent, within
 
 # A store that does not answer within this many seconds is taken to be gone.
 PATIENCE = 5.0
@@ -27,6 +27,7 @@ class NoticeBoard:
     """
     store: Any
     rank: int
+    _silent: List[bool] = field(default_factory=list)
 
     def arrive(self) -> None:
         """Count one more transfer that this process has begun."""
@@ -52,10 +53,14 @@ class NoticeBoard:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The answer, or None if the store fails or is silent: a stopped server must not stop us too."""
-        if self.store is None:
+        if self.store is None or self._silent:
             return None
         try:
             return within(PATIENCE, question)
+        except Silent:
+            # Nobody waits for it again: the data goes another way, and may go well.
+            self._silent.append(True)
         except Exception:
             # The process that keeps the store may be the one that died.
             return None
+        return None

@@ -20,8 +20,9 @@ from deepspeed.checkpoint.affine_transfer_executor.options import Options
 from deepspeed.checkpoint.affine_transfer_executor.prepare import Prepared, with_buffers
 from deepspeed.checkpoint.affine_transfer_executor.report import TransferStats
 from deepspeed.checkpoint.affine_transfer_executor.rounds import Stage, bind
-from deepspeed.checkpoint.affine_transfer_executor.running import run_once
+from deepspeed.checkpoint.affine_transfer_executor.running import BROKE, run_once
 from deepspeed.checkpoint.affine_transfer_executor.shadows import Shadows
+from deepspeed.checkpoint.affine_transfer_executor.streams import beside
 from deepspeed.checkpoint.affine_transfer_executor.verification import Verification, prepare_verification
 
 
@@ -37,6 +38,7 @@ class Recipe:
         message_bytes: most bytes of a message, the same on every process.
         rounds: the messages of this process.
         digest: 16 bytes, equal on processes whose programs belong together.
+        stream: what the program's work runs on, None on the CPU.
         arrange: brings the buffers of a side, ``source`` or ``target``, from the form in which the caller gives them
             into one mapping per parameter.
     """
@@ -47,6 +49,7 @@ class Recipe:
     message_bytes: int
     rounds: Tuple[Round, ...]
     digest: bytes
+    stream: Optional[Any]
     arrange: Callable[[str, Any], List[Mapping]]
 
     @property
@@ -77,8 +80,8 @@ class Bound:
 class TransferProgram:
     """A compiled transfer; ``compile_transfer`` makes it. All processes of the group run it together.
 
-    It keeps its buffers alive, reads the sources' values anew in every run, and takes no memory but what it took when
-    it was compiled.
+    It keeps its buffers alive and reads the sources' values anew in every run. What it stages is allocated when it is
+    compiled; scaled values and those that strides cannot address go through small temporaries.
     """
 
     def __init__(self, recipe: Recipe, prepared: Prepared):
@@ -105,14 +108,17 @@ class TransferProgram:
                 program.run()
         """
         if self._broken:
-            raise TransferBrokenError(
-                f'this program cannot be used any more: {self._broken}. Compile it for a new group')
+            raise TransferBrokenError(f'this program cannot be used any more: {self._broken}. Compile it for a new '
+                                      'group')
         try:
             return run_once(self._recipe, self._bound)
         except BaseException as error:
             refused = isinstance(error, AffineTransferExecutionError) and not isinstance(error, TransferBrokenError)
             if self._recipe.channel is not None and not refused:
                 self._broken = described(error)
+                if not isinstance(error, TransferBrokenError):
+                    # An interrupt, wherever it came: the others must not wait for this process.
+                    self._recipe.channel.leave(BROKE, f'process {self._recipe.rank} {self._broken}')
             raise
 
     def rebind(self, source_buffers=None, target_buffers=None) -> None:
@@ -120,7 +126,7 @@ class TransferProgram:
 
         Args:
             source_buffers, target_buffers: in the form in which ``compile_transfer`` was given them; None keeps those
-                of that side. Sizes, dtypes and devices must be as before, strides need not.
+                of that side. Sizes and dtypes must be as before, strides and devices need not.
 
         Raises:
             AffineTransferExecutionError: something does not fit; the program keeps the buffers that it has.
@@ -133,20 +139,25 @@ class TransferProgram:
             None if buffers is None else self._recipe.arrange(side, buffers)
             for side, buffers in (('source', source_buffers), ('target', target_buffers))
         ]
+        if self._broken:
+            raise TransferBrokenError(f'this program cannot be used any more: {self._broken}')
         prepared = with_buffers(self._bound.prepared, *sides, self._recipe.endpoints, self._recipe.rank)
-        self._bound = _bind(self._recipe, prepared)
+        # The old memory is given back before new memory is taken. Should there be none, no run is possible.
+        self._bound, self._broken = None, 'it has no buffers'
+        self._bound, self._broken = _bind(self._recipe, prepared), ''
 
 
 # Weights may have been made in inference mode, where only inference mode may write to them.
 @torch.inference_mode()
 def _bind(recipe: Recipe, prepared: Prepared) -> Bound:
-    requests, moves = prepared.requests, prepared.moves
-    shadows = Shadows(requests, moves, recipe.rank) if recipe.options.staged else None
-    buffers = Buffers(requests, shadows.shards if shadows else [request.targets for request in requests])
-    stages, staging_bytes = bind(recipe.rounds, moves, buffers, recipe.rank, recipe.device)
-    verification = None
-    if recipe.options.verify:
-        verification = prepare_verification(recipe.rounds, moves, buffers, recipe.rank, recipe.message_bytes,
-                                            recipe.device)
-        staging_bytes += verification.staging_bytes
+    with beside(recipe.stream):
+        requests, moves = prepared.requests, prepared.moves
+        shadows = Shadows(requests, moves, recipe.rank) if recipe.options.staged else None
+        buffers = Buffers(requests, shadows.shards if shadows else [request.targets for request in requests])
+        stages, staging_bytes = bind(recipe.rounds, moves, buffers, recipe.rank, recipe.device)
+        verification = None
+        if recipe.options.verify:
+            verification = prepare_verification(recipe.rounds, moves, buffers, recipe.rank, recipe.message_bytes,
+                                                recipe.device)
+            staging_bytes += verification.staging_bytes
     return Bound(prepared, stages, staging_bytes, shadows, verification, Bindings(requests))

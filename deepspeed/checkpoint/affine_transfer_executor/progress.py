@@ -30,4 +30,10 @@ def progress_bar(description: str = 'transfer') -> Iterator[Callable[[int, int],
     columns = (TextColumn('{task.description}'), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns) as bars:
         task = bars.add_task(description, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+        def advance(done: int, total: int) -> None:
+            if done < bars.tasks[task].completed:
+                bars.reset(task)
+            bars.update(task, completed=done, total=total)
+
+        yield advance

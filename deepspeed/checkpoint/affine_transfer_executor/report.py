@@ -23,9 +23,10 @@ class TransferStats:
         packed_bytes: bytes that went through staging memory, on their way out or in.
         forwarded_bytes: those of ``sent_bytes`` that it had itself received, and passed on to other receivers.
         overhead_bytes: what else it sent: agreement and checksums.
+        shadow_bytes: the second copy of its targets, with ``staged``; no part of the staging memory.
         busiest_sender, busiest_receiver: the process that sent or received most, and how many bytes.
         seconds: phase -> seconds in which this process did nothing else: ``agree``, ``pack``, ``post``, ``local``,
-            ``wait``, ``unpack``, ``verify``, ``switch``.
+            ``wait``, ``unpack``, ``verify``, ``switch``. On accelerators copies are only launched in theirs.
     """
     segments: int
     chunks: int
@@ -38,6 +39,7 @@ class TransferStats:
     packed_bytes: int = 0
     forwarded_bytes: int = 0
     overhead_bytes: int = 0
+    shadow_bytes: int = 0
     busiest_sender: Tuple[int, int] = (0, 0)
     busiest_receiver: Tuple[int, int] = (0, 0)
     seconds: Mapping = field(default_factory=dict)
@@ -60,6 +62,8 @@ class TransferStats:
             f'busiest sender: process {self.busiest_sender[0]} with {_size(self.busiest_sender[1])}; busiest '
             f'receiver: process {self.busiest_receiver[0]} with {_size(self.busiest_receiver[1])}',
         ]
+        if self.shadow_bytes:
+            lines.append(f'staged: a second copy of the targets takes {_size(self.shadow_bytes)}')
         return '\n'.join(lines)
 
 

@@ -20,14 +20,14 @@ SLOTS = 2
 
 
 class Staging:
-    """Staging memory: for each direction, slot and place in a round one buffer, as large as its largest message.
+    """Staging memory: for each slot and place in a round one buffer, as large as its largest message.
 
     Args:
         device: where messages must lie.
-        sizes: ``(direction, slot, place)`` -> bytes.
+        sizes: ``(slot, place)`` -> bytes.
     """
 
-    def __init__(self, device: torch.device, sizes: Dict[Tuple[str, int, int], int]):
+    def __init__(self, device: torch.device, sizes: Dict[Tuple[int, int], int]):
         self._held = {key: torch.empty(size, dtype=torch.uint8, device=device) for key, size in sizes.items()}
 
     @property
@@ -35,7 +35,7 @@ class Staging:
         """Bytes of all of it."""
         return sum(data.numel() for data in self._held.values())
 
-    def message(self, key: Tuple[str, int, int], numbytes: int) -> torch.Tensor:
+    def message(self, key: Tuple[int, int], numbytes: int) -> torch.Tensor:
         """Memory for one message, uint8[numbytes]."""
         return self._held[key][:numbytes]
 
@@ -123,35 +123,34 @@ def _direct(buffers: Buffers, stage: int, moves: Moves, message: Message, sendin
     return torch.as_strided(view, (view.numel(), ), (1, )).view(torch.uint8)
 
 
-def _sizes(rounds: Sequence[Round], direct: Dict[int, Optional[torch.Tensor]]) -> Dict[Tuple[str, int, int], int]:
-    sizes: Dict[Tuple[str, int, int], int] = {}
+def _sizes(rounds: Sequence[Round], direct: Dict[int, Optional[torch.Tensor]]) -> Dict[Tuple[int, int], int]:
+    sizes: Dict[Tuple[int, int], int] = {}
     for place, item in enumerate(rounds):
-        for direction, messages in (('receive', item.receives), ('send', item.sends)):
-            for position, message in enumerate(messages):
-                if direct[id(message)] is None:
-                    key = direction, place % SLOTS, position
-                    sizes[key] = max(sizes.get(key, 0), message.numbytes)
+        for position, message in enumerate(item.receives + item.sends):
+            if direct[id(message)] is None:
+                key = place % SLOTS, position
+                sizes[key] = max(sizes.get(key, 0), message.numbytes)
     return sizes
 
 
 def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torch.Tensor]], buffers: Buffers,
            staging: Staging, local: Tuple[Copies, int]) -> BoundRound:
     packing, unpacking = Copies(), Copies()
-    posted: Dict[str, List[Tuple[int, torch.Tensor]]] = {'receive': [], 'send': []}
+    posted: List[Tuple[int, torch.Tensor]] = []
     staged = 0
-    for direction, messages in (('receive', item.receives), ('send', item.sends)):
-        for position, message in enumerate(messages):
-            data = direct[id(message)]
-            if data is None:
-                data = staging.message((direction, slot, position), message.numbytes)
-                staged += message.numbytes
-                for part in parts_of(moves, message):
-                    if direction == 'send':
-                        pack(packing, buffers, item.key[0], part, data)
-                    else:
-                        unpack(unpacking, buffers, part, data)
-            posted[direction].append((message.peer, data))
-    return BoundRound(item, tuple(posted['receive']), tuple(posted['send']), packing, unpacking, *local, staged)
+    for position, message in enumerate(item.receives + item.sends):
+        data = direct[id(message)]
+        if data is None:
+            data = staging.message((slot, position), message.numbytes)
+            staged += message.numbytes
+            for part in parts_of(moves, message):
+                if position < len(item.receives):
+                    unpack(unpacking, buffers, part, data)
+                else:
+                    pack(packing, buffers, item.key[0], part, data)
+        posted.append((message.peer, data))
+    receives = len(item.receives)
+    return BoundRound(item, tuple(posted[:receives]), tuple(posted[receives:]), packing, unpacking, *local, staged)
 
 
 def whole_message(moves: Moves, rows: np.ndarray, peer: int) -> Message:
@@ -166,11 +165,12 @@ def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int,
     rows = np.flatnonzero(moves.is_local & (moves.stage == stage))
     numbytes = moves.numbytes[rows]
     share = np.cumsum(numbytes) * shares // (int(numbytes.sum()) + 1)
+    edges = np.searchsorted(share, np.arange(shares + 1))
     in_place = 0
     made = []
     for number in range(shares):
         copies, copied = Copies(), 0
-        for part in parts_of(moves, whole_message(moves, rows[share == number], rank)):
+        for part in parts_of(moves, whole_message(moves, rows[edges[number]:edges[number + 1]], rank)):
             size = part.source.numel * int(moves.width[part.move])
             if _stays(buffers, stage, part):
                 in_place += size
@@ -182,6 +182,7 @@ def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int,
 
 
 def _stays(buffers: Buffers, stage: int, part: Part) -> bool:
-    reader, writer = buffers.source(stage, part), buffers.target(part)
-    same_values = part.scales == (1.0, 1.0) and reader.tensor.dtype == writer.tensor.dtype
-    return stage == FIRST_HOP and same_values and same_memory(reader, part.source, writer, part.target)
+    """Whether a part would be copied onto itself."""
+    if stage != FIRST_HOP or part.scales != (1.0, 1.0):
+        return False
+    return same_memory(buffers.source(stage, part), part.source, buffers.target(part), part.target)

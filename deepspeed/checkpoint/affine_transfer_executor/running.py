@@ -22,7 +22,7 @@ from deepspeed.checkpoint.affine_transfer_executor.verification import differenc
 NAMED = 3
 ROW_BYTES = 8 * ROW
 BROKE = 'the transfer broke while it ran, and targets may be partly written'
-BROKE_STAGED = 'the transfer broke while it ran, and no target has changed'
+BROKE_STAGED = 'the transfer broke while it ran, and no target of this process has changed'
 WRONG = 'the transfer was verified: targets do not have what was sent'
 WRONG_STAGED = 'the transfer was verified and refused, no target has changed: not everything arrived as it was sent'
 
@@ -33,12 +33,12 @@ def run_once(recipe, bound) -> TransferStats:
     """Run a program; ``recipe`` and ``bound`` are its Recipe and Bound."""
     run = _Run(recipe, bound)
     facts = run.agree()
-    broke = BROKE_STAGED if bound.shadows else BROKE
-    with nullcontext() if recipe.channel is None else recipe.channel.ending(broke):
-        with beside(recipe.device):
-            run.move()
-            wrong = run.verify()
+    with run.ending():
+        run.move()
+        wrong = run.verify()
     run.conclude(wrong)
+    with run.ending():
+        run.switch()
     return run.stats(facts)
 
 
@@ -59,22 +59,31 @@ class _Run:
 
     def agree(self) -> List[Tuple[int, ...]]:
         """Everybody's bytes sent, bytes received and rounds, once all are known to run the same program."""
-        timeout, reason = self.recipe.options.timeout, ''
+        reason = ''
         mine = self.sent, self.received, len(self.rounds)
         if self.channel is None:
             self.bound.bindings.check()
             return [mine]
         with self.timed('agree'):
             refuse_broken(self.channel)
+            terms = None
             with self.channel.ending(BROKE_BEFORE):
                 try:
+                    self.channel.check_open()
                     self.bound.bindings.check()
+                    terms = {'programs': self.recipe.digest}
                 except Exception as error:
                     # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
                     reason = described(error)
-            terms = None if reason else {'programs': self.recipe.digest}
-            self.overhead += ROW_BYTES
-            return agree(self.channel, Position(RUN, terms, reason, mine), timeout)
+            return self._agree(Position(RUN, terms, reason, mine))
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Do what is inside on the program's stream; what it raises ends the group."""
+        broke = BROKE_STAGED if self.bound.shadows else BROKE
+        with nullcontext() if self.channel is None else self.channel.ending(broke):
+            with beside(self.recipe.stream):
+                yield
 
     def move(self) -> None:
         """Make all copies."""
@@ -89,16 +98,32 @@ class _Run:
             return []
         with self.timed('verify'):
             self.overhead += self.bound.verification.sent_bytes
-            return differences(self.bound.verification, self.channel, self.recipe.options.timeout)
+            try:
+                return differences(self.bound.verification, self.channel, self.recipe.options.timeout)
+            except WaitFailed as failure:
+                peers = named(failure.pending.peers)
+                raise Explained(f'waited for {peers} (checksums, {failure.pending.action} '
+                                f'{numbers(failure.pending.peers)}): {failure}') from failure
 
     def conclude(self, wrong: List[str]) -> None:
-        """Hear whether all went well everywhere, where that was asked for, and make staged targets the targets."""
-        staged = self.bound.shadows is not None
-        if wrong and self.channel is None:
-            raise AffineTransferExecutionError(f'{WRONG_STAGED if staged else WRONG}: {"; ".join(wrong[:NAMED])}')
-        if self.channel is not None and (staged or self.bound.verification is not None):
-            self._conclude_together(wrong, staged)
-        if staged:
+        """Hear whether all went well everywhere, where that was asked for."""
+        staged, verified = self.bound.shadows is not None, self.bound.verification is not None
+        refusal = WRONG_STAGED if staged else WRONG
+        if self.channel is None:
+            if wrong:
+                raise AffineTransferExecutionError(f'{refusal}: {"; ".join(wrong[:NAMED])}')
+        elif staged or verified:
+            position = Position(VERIFY if verified else SWITCH,
+                                None if wrong else {'programs': self.recipe.digest},
+                                '; '.join(wrong[:NAMED]),
+                                if_refused=refusal,
+                                if_broken=BROKE_STAGED if staged else BROKE)
+            with self.timed('agree'):
+                self._agree(position)
+
+    def switch(self) -> None:
+        """Make what was staged the targets' values."""
+        if self.bound.shadows is not None:
             with self.timed('switch'):
                 self.bound.shadows.switch()
 
@@ -118,6 +143,7 @@ class _Run:
             packed_bytes=sum(item.staged for item in self.rounds),
             forwarded_bytes=self._bytes_of(lambda item: item.round.sends if item.round.key[0] else ()),
             overhead_bytes=self.overhead,
+            shadow_bytes=self.bound.shadows.numbytes if self.bound.shadows else 0,
             busiest_sender=(senders.index(max(senders)), max(senders)),
             busiest_receiver=(receivers.index(max(receivers)), max(receivers)),
             seconds=self.seconds)
@@ -192,13 +218,6 @@ class _Run:
         return (f'waited for {named(peers)} ({failure.pending.action} {numbers(peers)}, round '
                 f'{self.rounds.index(item) + 1} of {len(self.rounds)}, {", ".join(names)}): {failure}')
 
-    def _conclude_together(self, wrong: List[str], staged: bool) -> None:
-        doing = VERIFY if self.bound.verification is not None else SWITCH
-        before = (WRONG_STAGED if staged else WRONG) if doing == VERIFY else BROKE_STAGED
-        position = Position(doing,
-                            None if wrong else {'programs': self.recipe.digest},
-                            '; '.join(wrong[:NAMED]),
-                            before=before)
-        with self.timed('agree'):
-            self.overhead += ROW_BYTES
-            agree(self.channel, position, self.recipe.options.timeout)
+    def _agree(self, position: Position) -> List[Tuple[int, ...]]:
+        self.overhead += ROW_BYTES * (self.channel.size - 1)
+        return agree(self.channel, position, self.recipe.options.timeout)

@@ -39,6 +39,11 @@ class Shadows:
                     self._partly.append((target, shadow))
             self.shards.append(shadows)
 
+    @property
+    def numbytes(self) -> int:
+        """Bytes of all shadows."""
+        return sum(shadow.numel() * shadow.element_size() for _, shadow in self._pairs)
+
     def begin(self) -> None:
         """Take over what the transfer will not write."""
         for target, shadow in self._partly:

@@ -142,10 +142,10 @@ def differences(verification: Verification, channel: Optional[Channel], timeout:
 
 
 def _exchange(exchange: Exchange, channel: Channel, timeout: float) -> List[str]:
-    mine = [(peer, _all_checksums(readings)) for peer, readings in exchange.sends]
     theirs = [(peer,
                torch.empty(sum(len(reading.runs) for reading in readings), dtype=torch.int64, device=channel.device))
               for peer, readings in exchange.receives]
+    mine = [(peer, _all_checksums(readings)) for peer, readings in exchange.sends]
     posted = channel.post([(peer, sums.view(torch.uint8)) for peer, sums in theirs],
                           [(peer, sums.view(torch.uint8)) for peer, sums in mine])
     # While they travel, the same is read here.
