@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Sessions that set everything up from a bare Python: `nox -s demo`, `nox -s tests`, `nox -s lint`.
+"""Sessions that set everything up from a bare Python: `nox -s demo`, `nox -s tests`, `nox -s slow`, `nox -s lint`.
 
 Each session installs the wheel built from this tree into a virtual environment of its own and runs outside the
 repository, so that what is exercised is what a user installs.
@@ -47,26 +47,23 @@ def tests(session, beside_deepspeed):
     install_torch(session)
     wheel = install_library(session, "test")
     environment = dict(RUN_ENV, AFFINE_WHEEL=str(wheel))
-    selection = []
+    selection = ["-m", "not slow"]
     if beside_deepspeed:
-        install_deepspeed(session)
-        # transformers must go on telling whether DeepSpeed is there; it is asked here for real.
-        session.install("transformers", "-c", pin_torch(session))
-        environment["AFFINE_DEEPSPEED_WHEEL"] = str(build_deepspeed(session))
+        environment["AFFINE_DEEPSPEED_WHEEL"] = install_deepspeed_for_tests(session)
     else:
         # pytest takes a relative pattern to begin at the folder it runs in.
         needing_deepspeed = ("test_affine_deepspeed_*", "test_affine_packaging.py")
-        selection = [f"--ignore-glob={ROOT}/tests/*{name}" for name in needing_deepspeed]
-    with outside_repository(session):
-        require_installed_library(session)
-        session.run("pytest",
-                    "-c",
-                    str(ROOT / "pyproject.toml"),
-                    "--rootdir",
-                    str(ROOT),
-                    *selection,
-                    *pytest_arguments(session.posargs),
-                    env=environment)
+        selection += [f"--ignore-glob={ROOT}/tests/*{name}" for name in needing_deepspeed]
+    run_pytest(session, selection, environment)
+
+
+@nox.session
+def slow(session):
+    """Run the tests that are left out above: more configurations of save, convert and resume in DeepSpeed."""
+    install_torch(session)
+    install_library(session, "test")
+    install_deepspeed_for_tests(session)
+    run_pytest(session, ["-m", "slow"], RUN_ENV)
 
 
 @nox.session
@@ -119,6 +116,27 @@ def install_library(session, extra):
     # In a reused environment the same version may be there with older content.
     session.install("--force-reinstall", "--no-deps", str(wheel))
     return wheel
+
+
+def install_deepspeed_for_tests(session):
+    """Install DeepSpeed, and transformers for models; returns the path of DeepSpeed's wheel."""
+    install_deepspeed(session)
+    # It must go on telling whether DeepSpeed is there, which is asked for real.
+    session.install("transformers", "-c", pin_torch(session))
+    return str(build_deepspeed(session))
+
+
+def run_pytest(session, selection, environment):
+    with outside_repository(session):
+        require_installed_library(session)
+        session.run("pytest",
+                    "-c",
+                    str(ROOT / "pyproject.toml"),
+                    "--rootdir",
+                    str(ROOT),
+                    *selection,
+                    *pytest_arguments(session.posargs),
+                    env=environment)
 
 
 def install_deepspeed(session):

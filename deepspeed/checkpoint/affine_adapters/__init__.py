@@ -7,10 +7,14 @@
   ``zero3_master_maps`` does so for the fp32 weights, ``zero3_secondary_maps`` for hpZ's second partitions, and
   ``zero3_parameter`` for one parameter;
 - ``zero12_master_maps`` for the fp32 partitions of ZeRO-1 and 2; ``replicated_maps`` for what every rank holds whole;
+- ``autotp_maps`` for a model under AutoTP, ``autoep_maps`` for experts under AutoEP (``autoep_placement_map`` without a
+  model), with ZeRO-3 on top too;
 - ``dtensor_map`` for a DTensor (``placement_map`` without a process group);
 - ``server_layout`` is the target: a Llama or Qwen model as an inference server holds it.
 """
 
+from deepspeed.checkpoint.affine_adapters.autoep import autoep_maps, autoep_placement_map
+from deepspeed.checkpoint.affine_adapters.autotp import autotp_maps
 from deepspeed.checkpoint.affine_adapters.dtensor import dtensor_map
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
 from deepspeed.checkpoint.affine_adapters.placements import placement_map
@@ -22,7 +26,7 @@ from deepspeed.checkpoint.affine_adapters.zero3_secondary import zero3_secondary
 from deepspeed.checkpoint.affine_adapters.zero12 import zero12_master_maps
 
 __all__ = [
-    'DecoderModel', 'HeldParameter', 'ServerLayout', 'ServerPart', 'dtensor_map', 'placement_map',
-    'replicated_buffers', 'replicated_maps', 'server_layout', 'zero12_master_maps', 'zero3_maps', 'zero3_master_maps',
-    'zero3_parameter', 'zero3_secondary_maps'
+    'DecoderModel', 'HeldParameter', 'ServerLayout', 'ServerPart', 'autoep_maps', 'autoep_placement_map',
+    'autotp_maps', 'dtensor_map', 'placement_map', 'replicated_buffers', 'replicated_maps', 'server_layout',
+    'zero12_master_maps', 'zero3_maps', 'zero3_master_maps', 'zero3_parameter', 'zero3_secondary_maps'
 ]
