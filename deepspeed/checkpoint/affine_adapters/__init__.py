@@ -7,7 +7,7 @@
   ``zero3_master_maps`` does so for the fp32 weights, ``zero3_secondary_maps`` for hpZ's second partitions, and
   ``zero3_parameter`` for one parameter;
 - ``zero12_master_maps`` for the fp32 partitions of ZeRO-1 and 2; ``replicated_maps`` for what every rank holds whole;
-- ``autotp_maps`` for a model under AutoTP, ``autoep_maps`` for experts under AutoEP (``autoep_placement_map`` without a
+- ``autotp_maps`` for a model under AutoTP and ``autoep_maps`` for experts (``autoep_placement_map`` without a
   model), with ZeRO-3 on top too;
 - ``dtensor_map`` for a DTensor (``placement_map`` without a process group);
 - ``server_layout`` is the target: a Llama or Qwen model as an inference server holds it.
