@@ -56,7 +56,7 @@ def alternating(shapes):
 
 def large():
     """291 parameters of 1 to 64 MiB, most of them small; 128 rows of 4096 columns are 1 MiB."""
-    return alternating([(2 * round(64 * 64**((index / 290)**2)), 4096) for index in range(291)])
+    return alternating([(2 * round(64 * 64**((index / 290)**4)), 4096) for index in range(291)])
 
 
 def small():

@@ -103,8 +103,8 @@ def run(command, timeout, **variables):
 def pip(python, *arguments):
     done = run([python, "-m", "pip", "--disable-pip-version-check", *arguments], INSTALL_TIMEOUT)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        raise CannotHave((errors or done.stderr.splitlines() or ["pip failed"])[-1].removeprefix("ERROR: "))
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+        raise CannotHave("; ".join(errors) or done.stderr.strip() or f"pip ended with {done.returncode}")
 
 
 def torch_environment(folder, combination):
@@ -278,7 +278,7 @@ def page(results):
     return PAGE.format(machine=f"{platform.system()} {platform.machine()}, CPU, gloo",
                        table="\n".join(f"| {' | '.join(cells)} |" for cells in lines),
                        failures=failures and f"\n## What failed\n{failures}\n",
-                       missing=missing and f"\n## Could not be had on this machine\n{missing}\n",
+                       missing=missing and f"\n## Not measured\n{missing}\n",
                        oldest=OLDEST_TORCH)
 
 

@@ -105,7 +105,9 @@ class Channel:
             WaitFailed: not everybody came within ``timeout`` seconds, or a connection is broken.
         """
         row = row.to(self.device)
-        rows = [torch.empty_like(row) for _ in range(self.size)]
+        # gloo's own thread writes to them, which torch 2.4 refuses for tensors that were made in inference mode.
+        with torch.inference_mode(False):
+            rows = [torch.empty_like(row) for _ in range(self.size)]
         options = AllgatherOptions()
         # gloo takes zero milliseconds to mean the group's own timeout.
         options.timeout = timedelta(seconds=max(timeout, 0.001))
