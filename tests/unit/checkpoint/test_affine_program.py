@@ -725,10 +725,6 @@ def resident_bytes():
 
 def alive():
     """Tensors, open operations and threads of this process."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread():
-            # Those of a run end soon after it.
-            thread.join(PATIENCE)
     gc.collect()
     objects = gc.get_objects()
     return (sum(isinstance(item, torch.Tensor)
