@@ -223,11 +223,14 @@ class Channel:
                     self.hang_up()
                     return
 
-        threading.Thread(target=watch, daemon=True).start()
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
         try:
             yield
         finally:
             over.set()
+            # A thread that is left behind may abort a process that ends meanwhile.
+            thread.join()
 
     def hang_up(self) -> None:
         """Break the connections of this process, so that those who wait for it hear of it now.
