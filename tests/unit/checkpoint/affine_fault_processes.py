@@ -13,7 +13,7 @@ import torch
 from affine_fault_points import acting, counted_operations, die
 from affine_pool import PATIENCE, standing_group
 from affine_transfer_cases import copied, differing, everything, only
-from deepspeed.checkpoint.affine import contiguous_split_map
+from deepspeed.checkpoint.affine import contiguous_split_map, relabel
 from deepspeed.checkpoint.affine_transfer import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, StagingBudget,
                                                            TransferBrokenError, agreement, join_transfer_group)
@@ -213,10 +213,8 @@ def odd_case(kind):
         case.transfers['layers.0.w'] = replace(entry, source_dtype=torch.float16)
     elif kind == 'plan':
         entry, (source, target) = case.transfers['embed'], case.contents['embed']
-        other = contiguous_split_map((10, 6), [3, 3], 1)
-        pieces = {location: other.pieces_by_rank[1 - location] for location in (0, 1)}
-        other = type(other)((10, 6), {0: (10, 3), 1: (10, 3)}, relocated(pieces))
-        case.transfers['embed'] = replace(entry, target_map=other)
+        halves = relabel(contiguous_split_map((10, 6), [3, 3], 1), {0: 1, 1: 0})
+        case.transfers['embed'] = replace(entry, target_map=halves)
         case.contents['embed'] = source, {0: target[1], 1: target[0]}
     elif kind == 'names':
         case.transfers['new'], case.contents['new'] = case.transfers.pop('norm'), case.contents.pop('norm')
@@ -225,17 +223,6 @@ def odd_case(kind):
     elif kind == 'endpoints':
         case = replace(case, endpoints=TransferEndpoints({0: 0, 1: 1}, {0: 2, 1: 0, 9: 1}))
     return case
-
-
-def relocated(pieces):
-    """The same pieces, held by the locations that they are listed under."""
-    return {
-        location: [
-            type(piece)(piece.shape, piece.source_offset, piece.source_strides, piece.dest_offset, piece.dest_strides,
-                        {location}, piece.scale) for piece in held
-        ]
-        for location, held in pieces.items()
-    }
 
 
 def one_runs_and_one_compiles(world, turn, repetitions):
@@ -261,7 +248,7 @@ def freed_between_runs(world, turn, repetitions):
     for seed in range(repetitions):
         guilty, side = ((0, 'source'), (1, 'source'), (2, 'target'), (0, 'target'))[seed % 4]
         buffers = sources if side == 'source' else targets
-        location, = (where.get(guilty) for where in [{0: 0, 1: 1} if side == 'source' else {2: 0, 0: 1}])
+        location, = buffers['embed'] if me == guilty else (None, )
         kept = {name: dict(held) for name, held in targets.items()}
         if me == guilty:
             storage = buffers['embed'][location].untyped_storage()
@@ -271,7 +258,7 @@ def freed_between_runs(world, turn, repetitions):
         before = copied(kept)
         how, text = outcome(program.run)
         assert how == REFUSED and differing(targets, before) == []
-        words.append((guilty, side, location, text))
+        words.append((guilty, side, text))
         if me == guilty:
             sources, targets = case.sources(me, seed), case.targets(me)
             program.rebind(sources, targets)

@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -175,17 +176,17 @@ def _account(bad: Dict[int, tuple]) -> str:
 def _serve(connection: Connection, world: World, log: str) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, open(log, 'w'), all_threads=True)
-    while True:
-        try:
-            turn, function, args = pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            # Not through interpreter shutdown: its threads may abort a process whose work is done.
-            os._exit(0)
-        except BaseException:
-            connection.send((FAILED, (time.monotonic(), traceback.format_exc())))
-            continue
-        try:
-            answer = DONE, pickle.dumps(function(world, turn, *args))
-        except BaseException:
-            answer = FAILED, (time.monotonic(), traceback.format_exc())
-        connection.send(answer)
+    # Until the test is over, or its process is gone.
+    with suppress(EOFError, ConnectionError):
+        while True:
+            connection.send(_called(connection.recv_bytes(), world))
+    # Not through interpreter shutdown: its threads may abort a process whose work is done.
+    os._exit(0)
+
+
+def _called(job: bytes, world: World) -> tuple:
+    try:
+        turn, function, args = pickle.loads(job)
+        return DONE, pickle.dumps(function(world, turn, *args))
+    except BaseException:
+        return FAILED, (time.monotonic(), traceback.format_exc())

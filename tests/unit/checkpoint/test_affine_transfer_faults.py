@@ -39,10 +39,17 @@ def kill(pool, victim, moment, size=30, **options):
     for text in survivors:
         # Whoever needs nothing more from the victim hears of it before the next run.
         assert 'the transfer broke' in text or 'the transfer was refused before it began' in text, text
-        assert re.search(rf'process(es)? ([012], )*{victim}\b', text), text
-        assert 'Timed out' not in text and 'nothing came' not in text, text
+        assert is_named(victim, text) or moment[0] == 'gather' and 'lost a connection' in text, text
+        # Nobody waited for the timeout; hanging up is a wait of one millisecond.
+        assert not re.search(r'Timed out waiting \d{3}', text) and 'nothing came' not in text, text
         assert not options.get('staged') or promises_old_targets(text), text
     return survivors
+
+
+def is_named(victim, text):
+    """Whether the words name a process; one that had come to an agreement before it died may not be told from others
+    that have not come yet."""
+    return re.search(rf'process(es)? ([012], )*{victim}\b', text)
 
 
 def in_a_round(text, victim):
@@ -143,8 +150,10 @@ def test_a_process_that_does_something_else_is_refused_by_all(pool):
 def test_a_buffer_that_is_freed_or_grown_between_runs(pool):
     results = pool.run(freed_between_runs, TIMES)
     assert results == [results[0]] * 3 and len(results[0]) == TIMES
-    for guilty, side, location, text in results[0]:
-        assert f"process {guilty} rejected the transfer batch: parameter 'embed': {side} location {location}" in text
+    locations = {(0, 'source'): 0, (1, 'source'): 1, (2, 'target'): 0, (0, 'target'): 1}
+    for guilty, side, text in results[0]:
+        where = f"parameter 'embed': {side} location {locations[guilty, side]}"
+        assert f'process {guilty} rejected the transfer batch: {where}' in text
         assert 'before it began' in text and 'rebind' in text
 
 

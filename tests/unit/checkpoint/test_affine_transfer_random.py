@@ -51,11 +51,13 @@ class Example:
                f'{self.options})'
 
 
+KINDS = ('plain', 'plain', 'replicas', 'cast', 'scaled', 'from slabs', 'to slabs')
+
+
 @st.composite
-def parameters(draw):
+def parameters(draw, kinds):
     """A ParameterTransfer and its contents: plain, cast, scaled, from slabs of larger parameters, or to them."""
-    kind = draw(st.sampled_from(['plain', 'plain', 'replicas', 'replicas', 'cast', 'scaled', 'from slabs',
-                                 'to slabs']))
+    kind = draw(st.sampled_from(kinds))
     shape = draw(affine_strategies.shapes(min_axes=1 if kind.endswith('slabs') else 0, max_axes=3))
     options = {}
     dtype = draw(st.sampled_from(MOVABLE))
@@ -77,11 +79,13 @@ def parameters(draw):
 
 @st.composite
 def examples(draw):
+    # From one process to replicas on the others, or any way at all.
+    fans_out = draw(st.sampled_from([False, False, True]))
     transfers, contents = {}, {}
     for number in range(draw(st.integers(1, 4))):
         # Names whose order is not that of their numbers.
         name = f'{number * 7 % 11}.weight'
-        transfers[name], contents[name] = draw(parameters())
+        transfers[name], contents[name] = draw(parameters(('plain', 'replicas', 'replicas') if fans_out else KINDS))
     if draw(st.booleans()):
         name = sorted(transfers)[0]
         entry = transfers[name]
@@ -89,9 +93,11 @@ def examples(draw):
         if entry.scale_power is None:
             transfers['tied'] = ParameterTransfer(target.map, entry.source_map, entry.source_dtype, source=name)
             contents['tied'] = contents[name][0], target.contents
-    size = draw(st.integers(2, 4))
+    size = draw(st.integers(3 if fans_out else 2, 4))
     ends = [owners(draw, {location for pair in contents.values() for location in pair[side]}, size) for side in (0, 1)]
-    nodes = draw(st.sampled_from([None, lambda process: process // 2, lambda process: process % 2]))
+    if fans_out:
+        ends = [dict.fromkeys(ends[0], 0), {location: 1 + location % (size - 1) for location in ends[1]}]
+    nodes = draw(st.sampled_from([None, None, lambda process: process // 2, lambda process: process % 2]))
     nodes = nodes and {process: nodes(process) for process in range(size)}
     case = Case(transfers, contents, TransferEndpoints(*ends), nodes)
     options = dict(staged=draw(st.booleans()),
