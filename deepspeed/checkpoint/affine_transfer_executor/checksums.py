@@ -19,37 +19,43 @@ BLOCK = 1 << 14
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def checksums(data: torch.Tensor, runs: Sequence[Tuple[int, int, int]]) -> torch.Tensor:
-    """One checksum for each run of bytes.
+class Checksums:
+    """Takes checksums of bytes on one device.
 
-    Args:
-        data: uint8, contiguous.
-        runs: ``(start, stop, width)``, bytes, and bytes of an element; ``start`` is a multiple of ``width``.
-
-    Returns:
-        int64[len(runs)], where ``data`` is.
+    Its temporary memory, 256 KiB, is made once: many of its size, freed one by one, would scatter over the heap.
 
     Example::
 
-        checksums(torch.tensor([1, 2], dtype=torch.uint8), [(0, 2, 1)])
+        Checksums(torch.device('cpu')).of(torch.tensor([1, 2], dtype=torch.uint8), [(0, 2, 1)])
     """
-    weights = torch.from_numpy(_weights(BLOCK)).to(data.device)
-    # One temporary for all blocks: many of this size, freed one by one, would scatter over the heap.
-    products = torch.empty_like(weights)
-    sums = torch.zeros(len(runs), dtype=torch.int64, device=data.device)
-    for index, (start, stop, width) in enumerate(runs):
-        _add_checksum(sums[index], data[start:stop].view(_WORDS[width]), weights, products)
-    return sums
 
+    def __init__(self, device: torch.device):
+        self._weights = torch.from_numpy(_weights(BLOCK)).to(device)
+        self._products = torch.empty_like(self._weights)
 
-def _add_checksum(total: torch.Tensor, words: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> None:
-    blocks = -(-len(words) // BLOCK)
-    # Blocks are weighted like words.
-    for block, factor in enumerate(_weights(blocks).tolist()):
-        part = words[block * BLOCK:(block + 1) * BLOCK]
-        product = products[:len(part)]
-        product.copy_(part).mul_(weights[:len(part)])
-        total.add_(product.sum(), alpha=factor)
+    def of(self, data: torch.Tensor, runs: Sequence[Tuple[int, int, int]]) -> torch.Tensor:
+        """One checksum for each run of bytes.
+
+        Args:
+            data: uint8, contiguous.
+            runs: ``(start, stop, width)``, bytes, and bytes of an element; ``start`` is a multiple of ``width``.
+
+        Returns:
+            int64[len(runs)], where ``data`` is.
+        """
+        sums = torch.zeros(len(runs), dtype=torch.int64, device=data.device)
+        for index, (start, stop, width) in enumerate(runs):
+            self._add(sums[index], data[start:stop].view(_WORDS[width]))
+        return sums
+
+    def _add(self, total: torch.Tensor, words: torch.Tensor) -> None:
+        blocks = -(-len(words) // BLOCK)
+        # Blocks are weighted like words.
+        for block, factor in enumerate(_weights(blocks).tolist()):
+            part = words[block * BLOCK:(block + 1) * BLOCK]
+            product = self._products[:len(part)]
+            product.copy_(part).mul_(self._weights[:len(part)])
+            total.add_(product.sum(), alpha=factor)
 
 
 @lru_cache(maxsize=8)

@@ -18,6 +18,8 @@ from deepspeed.checkpoint.affine_transfer_executor.moves import FIRST_HOP, Moves
 
 # Elements that are scaled, or addressed one by one, at one time: each takes a temporary.
 TEMPORARY = 1 << 18
+# Bytes of an int64.
+WORD = 8
 
 
 @dataclass
@@ -41,8 +43,23 @@ class Copies:
 
     def pair(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Add a pair of views."""
+        if _in_words(target, source):
+            target, source = target.view(torch.int64), source.view(torch.int64)
         self.targets.append(target)
         self.sources.append(source)
+
+
+def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the bytes of a pair may be copied 8 at a time, which takes less time than 1, 2 or 4."""
+    width = target.element_size()
+    if width >= WORD or not target.dim() or target.dtype != source.dtype or target.shape[-1] * width % WORD:
+        return False
+    for view in (target, source):
+        *outer, inner = view.stride()
+        places = (view.data_ptr(), view.storage_offset() * width, *(stride * width for stride in outer))
+        if inner != 1 or any(place % WORD for place in places) or view.is_conj() or view.is_neg():
+            return False
+    return True
 
 
 @dataclass(frozen=True)

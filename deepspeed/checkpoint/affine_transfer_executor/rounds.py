@@ -17,6 +17,8 @@ from deepspeed.checkpoint.affine_transfer_executor.moves import FIRST_HOP, Moves
 
 # While one round travels, the next one is packed.
 SLOTS = 2
+# Rounds that stage nothing wait for no memory, only for operations to end: several travel at one time.
+IN_FLIGHT = 8
 
 
 class Staging:
@@ -90,13 +92,14 @@ def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
         for sending, messages in ((False, item.receives), (True, item.sends))
         for message in messages
     }
-    staging = Staging(device, _sizes(rounds, direct))
+    slots = _slots(rounds, direct)
+    staging = Staging(device, _sizes(rounds, slots, direct))
     stages = []
     for number in sorted({*(item.key[0] for item in rounds), *moves.stage[moves.is_local].tolist()}):
         places = [place for place, item in enumerate(rounds) if item.key[0] == number]
         locals_, in_place = _locals(moves, buffers, number, rank, max(len(places), 1))
         bound = tuple(
-            _bound(rounds[place], place % SLOTS, moves, direct, buffers, staging, local)
+            _bound(rounds[place], slots[place], moves, direct, buffers, staging, local)
             for place, local in zip(places, locals_))
         rest, rest_bytes = locals_[0] if not places else (Copies(), 0)
         stages.append(Stage(number, bound, rest, rest_bytes, in_place))
@@ -123,12 +126,22 @@ def _direct(buffers: Buffers, stage: int, moves: Moves, message: Message, sendin
     return torch.as_strided(view, (view.numel(), ), (1, )).view(torch.uint8)
 
 
-def _sizes(rounds: Sequence[Round], direct: Dict[int, Optional[torch.Tensor]]) -> Dict[Tuple[int, int], int]:
+def _slots(rounds: Sequence[Round], direct: Dict[int, Optional[torch.Tensor]]) -> List[int]:
+    """Which part of the staging memory each round may use: rounds that stage something take turns."""
+    slots, staged = [], 0
+    for item in rounds:
+        slots.append(staged % SLOTS)
+        staged += any(direct[id(message)] is None for message in item.receives + item.sends)
+    return slots
+
+
+def _sizes(rounds: Sequence[Round], slots: Sequence[int],
+           direct: Dict[int, Optional[torch.Tensor]]) -> Dict[Tuple[int, int], int]:
     sizes: Dict[Tuple[int, int], int] = {}
-    for place, item in enumerate(rounds):
+    for slot, item in zip(slots, rounds):
         for position, message in enumerate(item.receives + item.sends):
             if direct[id(message)] is None:
-                key = place % SLOTS, position
+                key = slot, position
                 sizes[key] = max(sizes.get(key, 0), message.numbytes)
     return sizes
 

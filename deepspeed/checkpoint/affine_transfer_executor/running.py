@@ -6,7 +6,7 @@
 import time
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from typing import Deque, Dict, Iterator, List, Tuple
+from typing import Deque, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 
@@ -15,7 +15,7 @@ from deepspeed.checkpoint.affine_transfer_executor.agreement import (BROKE_BEFOR
 from deepspeed.checkpoint.affine_transfer_executor.channel import Pending, WaitFailed
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained, described
 from deepspeed.checkpoint.affine_transfer_executor.report import TransferStats
-from deepspeed.checkpoint.affine_transfer_executor.rounds import SLOTS, BoundRound, Stage
+from deepspeed.checkpoint.affine_transfer_executor.rounds import IN_FLIGHT, SLOTS, BoundRound, Stage
 from deepspeed.checkpoint.affine_transfer_executor.streams import beside
 from deepspeed.checkpoint.affine_transfer_executor.verification import differences
 
@@ -161,16 +161,16 @@ class _Run:
         return sum(message.numbytes for item in self.rounds for message in messages(item))
 
     def _stage(self, stage: Stage) -> None:
-        """Run rounds, one of them travelling while its neighbours are packed and unpacked."""
+        """Run rounds, some of them travelling while their neighbours are packed and unpacked."""
         travelling: Deque[Tuple[BoundRound, List[Pending]]] = deque()
         for item in stage.rounds:
+            while travelling and not _may_join(item, [one for one, _ in travelling]):
+                self._finish(*travelling.popleft())
             with self.timed('pack'):
                 item.pack.run()
             with self.timed('post'):
                 travelling.append((item, self._post(item)))
             self._copy(item.local, item.local_bytes)
-            if len(travelling) == SLOTS:
-                self._finish(*travelling.popleft())
         self._copy(stage.local, stage.local_bytes)
         while travelling:
             self._finish(*travelling.popleft())
@@ -221,3 +221,9 @@ class _Run:
     def _agree(self, position: Position) -> List[Tuple[int, ...]]:
         self.overhead += ROW_BYTES * (self.channel.size - 1)
         return agree(self.channel, position, self.recipe.options.timeout)
+
+
+def _may_join(item: BoundRound, travelling: Sequence[BoundRound]) -> bool:
+    """Whether a round may be packed and posted: the memory that it stages in is nobody's, and not too much is open."""
+    slots_taken = sum(one.staged > 0 for one in travelling)
+    return len(travelling) < IN_FLIGHT and (not item.staged or slots_taken < SLOTS)

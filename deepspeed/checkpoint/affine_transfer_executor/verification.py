@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel
-from deepspeed.checkpoint.affine_transfer_executor.checksums import checksums
+from deepspeed.checkpoint.affine_transfer_executor.checksums import Checksums
 from deepspeed.checkpoint.affine_transfer_executor.copies import Buffers, Copies, pack, pack_target, parts_of
 from deepspeed.checkpoint.affine_transfer_executor.links import Message, messages_of
 from deepspeed.checkpoint.affine_transfer_executor.moves import Moves
@@ -25,9 +25,11 @@ class Reading:
 
     Attributes:
         copies: fill ``data`` from the end of this process.
+        take: makes the checksums, for all readings of the process.
         runs: ``(start, stop, width)`` of each parameter's bytes. names: of those parameters.
     """
     copies: Copies
+    take: Checksums
     data: torch.Tensor
     runs: Tuple[Run, ...]
     names: Tuple[str, ...]
@@ -35,7 +37,7 @@ class Reading:
     def checksums(self) -> torch.Tensor:
         """int64, one for each run."""
         self.copies.run()
-        return checksums(self.data, self.runs)
+        return self.take.of(self.data, self.runs)
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ def prepare_verification(rounds: Sequence, moves: Moves, buffers: Buffers, rank:
                   default=0)
     # Read one after the other, so one buffer is enough for each end.
     memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+    take = Checksums(device)
 
     def reading(message: Message, from_source: bool) -> Reading:
-        return _reading(message, moves, buffers, memory[0 if from_source else 1], from_source)
+        return _reading(message, moves, buffers, take, memory[0 if from_source else 1], from_source)
 
     groups: Dict[Tuple[int, int], Tuple[Dict[int, List[Reading]], Dict[int, List[Reading]]]] = {}
     for item in rounds:
@@ -99,7 +102,8 @@ def prepare_verification(rounds: Sequence, moves: Moves, buffers: Buffers, rank:
     return Verification(exchanges, pairs, 2 * largest)
 
 
-def _reading(message: Message, moves: Moves, buffers: Buffers, memory: torch.Tensor, from_source: bool) -> Reading:
+def _reading(message: Message, moves: Moves, buffers: Buffers, take: Checksums, memory: torch.Tensor,
+             from_source: bool) -> Reading:
     data = memory[:message.numbytes]
     copies = Copies()
     runs: List[Run] = []
@@ -119,7 +123,7 @@ def _reading(message: Message, moves: Moves, buffers: Buffers, memory: torch.Ten
             runs.append((part.start, stop, width))
             names.append(buffers.requests[part.request].name)
         previous = part.request
-    return Reading(copies, data, tuple(runs), tuple(names))
+    return Reading(copies, take, data, tuple(runs), tuple(names))
 
 
 def differences(verification: Verification, channel: Optional[Channel], timeout: float) -> List[str]:
