@@ -10,7 +10,7 @@ from typing import Callable, Dict
 import workloads
 from deepspeed.checkpoint.affine import contiguous_split_map, replicated_map, zero3_partition_map
 from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndpoints
-from movers import DTYPE, Broadcast, BroadcastParts, Copy, Executor, GatherThenCut, Raw, Redistribute
+from movers import DTYPE, Broadcast, BroadcastParts, Copy, Executor, GatherThenCut, PackedRaw, Raw, Redistribute
 
 # Names of Llama's matrices with their rows and columns in Llama-3-8B.
 LLAMA_LAYER = {'self_attn.q_proj': (4096, 4096), 'self_attn.k_proj': (1024, 4096), 'self_attn.v_proj': (1024, 4096),
@@ -20,7 +20,7 @@ LLAMA_VECTORS = ('input_layernorm', 'post_attention_layernorm')
 BUCKET = 256 << 20
 REPLICAS = 4
 SLICES = 8
-RAW, OURS, COPY = 'send/recv', 'this executor', 'copy_'
+RAW, PACKED, OURS, COPY = 'send/recv', 'send/recv and a copy at each end', 'this executor', 'copy_'
 MULTICAST_OFF = 'this executor, multicast off'
 GATHERED, AT_ONE, PARTS = 'all_gather, broadcast, cut', 'gather, broadcast, cut', 'broadcast of parts, cut'
 
@@ -55,8 +55,8 @@ def alternating(shapes):
 
 
 def large():
-    """291 parameters of 1 to 64 MiB, most of them small; 128 rows of 4096 columns are 1 MiB."""
-    return alternating([(2 * round(64 * 64**((index / 290)**4)), 4096) for index in range(291)])
+    """291 parameters of 1 to 64 MiB, as many between 1 and 2 as between 32 and 64; 128 rows of 4096 are 1 MiB."""
+    return alternating([(2 * round(64 * 64**(index / 290)), 4096) for index in range(291)])
 
 
 def small():
@@ -105,6 +105,7 @@ def moves():
     alone = {RAW: Raw, OURS: Executor, **gathering, PARTS: BroadcastParts}
     in_buckets = {
         RAW: Raw,
+        PACKED: PackedRaw,
         OURS: Executor,
         **{
             label: partial(mover, bucket_bytes=BUCKET)

@@ -28,6 +28,19 @@ def test_every_dtype_arrives_bit_for_bit(dtype):
     assert stats.local_copy_bytes == 35 * dtype.itemsize and stats.sent_bytes == stats.rounds == 0
 
 
+@pytest.mark.parametrize('first', [0, 2, 4, 8])
+@pytest.mark.parametrize('columns', [8, 12])
+def test_rows_are_copied_whatever_byte_they_start_at(first, columns):
+    """Rows of whole 8 bytes are copied as such where memory allows; a file's header may end anywhere."""
+    full = values(8 * columns, torch.bfloat16).view(8, columns)
+    memory = bytearray(first + full.nbytes)
+    source = torch.frombuffer(memory, dtype=torch.bfloat16, offset=first, count=full.numel())
+    source.copy_(full.flatten())
+    targets = {part: torch.zeros_like(matrix_target(full, 2, part)) for part in range(2)}
+    apply_plan(matrix_plan(8, columns, 1, 2), {0: source}, targets)
+    assert all(same_bits(targets[part], matrix_target(full, 2, part)) for part in range(2))
+
+
 def test_example_of_a_row_split_becoming_a_column_split():
     targets = {0: torch.zeros(2, 2), 1: torch.zeros(2, 2)}
     apply_plan(matrix_plan(2, 4, 2, 2), {0: torch.tensor([1., 2, 3, 4]), 1: torch.tensor([5., 6, 7, 8])}, targets)
