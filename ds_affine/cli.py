@@ -4,20 +4,28 @@
 """Arguments of the `ds_affine` command. Each subcommand imports what it needs only when it runs."""
 
 import argparse
+import importlib
 import importlib.util
 import pathlib
+import re
 import sys
 
 HIDDEN = (
     "ds_affine: deepspeed-affine's packages cannot be imported, because Python takes `deepspeed` from {found}: a "
     "DeepSpeed in another directory, or an editable or source install, hides them. Install the wheels of both "
     "into one site directory.")
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def main(arguments=None):
-    """Run the command line `arguments` (those of the process by default) and return its exit code."""
+    """Run the command line `arguments` (those of the process by default) and return its exit code: 0 when all is
+    well, 1 when the answer is no, 2 when the question cannot be answered."""
     options = build_parser().parse_args(arguments)
-    return options.run(options)
+    if options.needs_library and (found := hiding_deepspeed()) is not None:
+        print(HIDDEN.format(found=found), file=sys.stderr)
+        return 1
+    return getattr(importlib.import_module(options.module), "run")(options)
 
 
 def hiding_deepspeed():
@@ -35,20 +43,113 @@ def hiding_deepspeed():
 def build_parser():
     parser = argparse.ArgumentParser(prog="ds_affine", description="Move sharded parameters between layouts.")
     subcommands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
-    _add_demo(subcommands)
+    for add in (_add_demo, _add_reshard, _add_inspect, _add_verify, _add_doctor):
+        add(subcommands)
+    return parser
+
+
+def _add(subcommands, name, help, description, examples="", needs_library=True):
+    parser = subcommands.add_parser(name,
+                                    help=help,
+                                    description=description,
+                                    epilog=examples and f"examples:\n{examples}",
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(module=f"ds_affine.{name}_command", needs_library=needs_library)
     return parser
 
 
 def _add_demo(subcommands):
-    text = ("Start 2 trainers and 2 rollouts on this machine, make one optimizer step on a small model held in "
-            "ZeRO-3 partitions, move every parameter into tensor-parallel shards and compare each shard bit for bit.")
-    parser = subcommands.add_parser("demo", help="move a small model from ZeRO-3 to TP-2 shards", description=text)
+    parser = _add(
+        subcommands, "demo", "move a small model from ZeRO-3 to TP-2 shards",
+        "Start 2 trainers and 2 rollouts on this machine, make one optimizer step on a small model held in\n"
+        "ZeRO-3 partitions, move every parameter into tensor-parallel shards and compare each shard bit for bit.")
     parser.add_argument("--timeout",
                         type=_positive_seconds,
                         default=300.0,
                         metavar="SECONDS",
                         help="give up when the processes have not finished by then (default: %(default)s)")
-    parser.set_defaults(run=_run_demo)
+
+
+def _add_reshard(subcommands):
+    parser = _add(
+        subcommands, "reshard", "write a checkpoint in another layout",
+        "Read a checkpoint (of a DeepSpeed engine with ZeRO-1, 2, 3, AutoTP or both; universal; safetensors) and\n"
+        "write it as one Hugging Face safetensors folder, or as tensor-parallel shards. Tensors go from mapped file\n"
+        "to mapped file, so memory does not grow with the model. DST gets its name when all of it is on disk.",
+        "  ds_affine reshard checkpoints hf_model --to hf --dtype bfloat16\n"
+        "  ds_affine reshard checkpoints shards --to tp-4 --config Llama-3-8B/config.json --fused\n"
+        "  ds_affine reshard checkpoints shards --to tp-2 --split '_proj_in=0' --split '_proj_out=1'")
+    parser.add_argument("source", metavar="SRC", help="folder of the checkpoint")
+    parser.add_argument("destination", metavar="DST", help="folder to write; it must not be there")
+    parser.add_argument("--to",
+                        required=True,
+                        type=_form,
+                        metavar="hf|tp-N",
+                        help="whole parameters in files as Hugging Face names them, or the shards of N ranks")
+    parser.add_argument("--config",
+                        metavar="FILE",
+                        help="tp-N: config.json of a Llama or Qwen model, which says how its heads are cut "
+                        "(default: that in SRC, if there is one)")
+    parser.add_argument("--fused",
+                        action="store_true",
+                        help="tp-N: q, k, v and gate, up fused and the vocabulary padded, as servers have them")
+    parser.add_argument("--split",
+                        action="append",
+                        default=[],
+                        type=_split,
+                        metavar="REGEX=AXIS",
+                        help="tp-N, instead of a configuration: cut parameters whose name the expression is found in "
+                        "along this axis, all others are whole on every rank; may be given again")
+    parser.add_argument("--dtype", choices=DTYPES, help="store floating-point parameters in this one")
+    parser.add_argument("--file-size",
+                        type=_bytes,
+                        default="5GB",
+                        metavar="SIZE",
+                        help="hf: most bytes of tensors in a file (default: %(default)s)")
+    _add_filters(parser)
+    parser.add_argument("--workers",
+                        type=_positive,
+                        default=2,
+                        metavar="N",
+                        help="parameters that are copied at one time (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+
+
+def _add_inspect(subcommands):
+    parser = _add(subcommands, "inspect", "show what is in a checkpoint, and in which layout",
+                  "List the parameters and buffers of a checkpoint with their shapes, dtypes and layouts.",
+                  "  ds_affine inspect checkpoints\n  ds_affine inspect checkpoints --json --include '*.norm.*'")
+    parser.add_argument("path", metavar="PATH", help="folder of the checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every map in full")
+    _add_filters(parser)
+
+
+def _add_verify(subcommands):
+    parser = _add(
+        subcommands, "verify", "compare two checkpoints in different layouts",
+        "Say whether two checkpoints hold the same parameters, bit for bit. Exit code 0: they do, 1: they do not.",
+        "  ds_affine verify checkpoints hf_model")
+    parser.add_argument("first", metavar="A", help="folder of a checkpoint")
+    parser.add_argument("second", metavar="B", help="folder of another one")
+    _add_filters(parser)
+
+
+def _add_doctor(subcommands):
+    _add(subcommands,
+         "doctor",
+         "say what is installed and which affine module is in use",
+         "Look at versions, at whether DeepSpeed uses this library's maps, and at what is missing.",
+         needs_library=False)
+
+
+def _add_filters(parser):
+    for name, what in (("include", "only parameters whose name fits"), ("exclude", "no parameters whose name fits")):
+        parser.add_argument(f"--{name}",
+                            action="append",
+                            default=[],
+                            metavar="GLOB",
+                            help=f"{what}; may be given again")
 
 
 def _positive_seconds(text):
@@ -58,10 +159,29 @@ def _positive_seconds(text):
     return seconds
 
 
-def _run_demo(options):
-    found = hiding_deepspeed()
-    if found is not None:
-        print(HIDDEN.format(found=found), file=sys.stderr)
-        return 1
-    from ds_affine.demo.command import run_demo
-    return run_demo(timeout=options.timeout)
+def _positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _form(text):
+    match = re.fullmatch(r"hf|tp-([1-9]\d{0,4})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither hf nor tp-N with a number of ranks, such as tp-4")
+    return match[1] and int(match[1])
+
+
+def _bytes(text):
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 5GB or 500MB")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def _split(text):
+    pattern, separator, axis = text.rpartition("=")
+    try:
+        return re.compile(pattern), int(axis)
+    except (re.error, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no REGEX=AXIS, such as q_proj=0: {error}")

@@ -67,6 +67,31 @@ class DecoderModel:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
 
+    @classmethod
+    def from_config(cls, config):
+        """Read the sizes from a Hugging Face configuration, a dict as ``config.json`` has it.
+
+        Raises:
+            ValueError: a kind of model that is not laid out so, or a size that is missing.
+        """
+        kind = mapping(config, 'config').get('model_type')
+        if kind not in ('llama', 'mistral', 'qwen2', 'qwen3') or kind != 'qwen2' and config.get('attention_bias'):
+            raise ValueError(f'The configuration is of a model of type {shown(kind)}; llama, mistral, qwen2 and qwen3 '
+                             'are known, without biases of their own (attention_bias).')
+        required = [field.name for field in fields(cls) if field.type is int]
+        derived = {
+            'num_key_value_heads': config.get('num_attention_heads'),
+            'head_dim': config.get('hidden_size', 0) // max(config.get('num_attention_heads', 1), 1)
+        }
+        sizes = {name: config.get(name) or derived.get(name) for name in required}
+        missing = [name for name, size in sizes.items() if size is None]
+        if missing:
+            raise ValueError(f'The configuration has no {missing[0]}.')
+        return cls(**sizes,
+                   qkv_bias=kind == 'qwen2',
+                   qk_norm=kind == 'qwen3',
+                   tie_word_embeddings=bool(config.get('tie_word_embeddings')))
+
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)

@@ -4,6 +4,7 @@
 """The main job end to end, as a user runs it, and what its launcher does when a process does not do its part."""
 
 import multiprocessing
+import argparse
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import affine_demo_processes as processes
-from ds_affine.demo import command
+from ds_affine import demo_command as command
 from ds_affine.demo.launcher import DemoFailed, launch
 from ds_affine.demo.reference import cut, former_shard, same_bits
 from ds_affine.demo.report import COLUMNS, LEGEND, rows, show
@@ -136,14 +137,14 @@ def test_reference_cuts_uneven_rows_and_columns():
 @pytest.mark.parametrize("verdict, code", [(True, 0), (False, 1)])
 def test_exit_code_is_the_verdict(monkeypatch, capsys, verdict, code):
     monkeypatch.setattr(command, "launch", lambda use_deepspeed, timeout: {"rollout 0": [line(verdict)]})
-    assert command.run_demo(timeout=1) == code
+    assert command.run(argparse.Namespace(timeout=1)) == code
     assert ("1 of 1 parameters exact" if verdict else "WRONG") in capsys.readouterr().out
 
 
 def test_table_without_rich_has_the_same_columns(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setattr(command, "launch", lambda use_deepspeed, timeout: {"rollout 0": [line(True)]})
-    assert command.run_demo(timeout=1) == 0
+    assert command.run(argparse.Namespace(timeout=1)) == 0
     header, = (text for text in capsys.readouterr().out.splitlines() if text.startswith(COLUMNS[0]))
     assert re.split(r"  +", header) == list(COLUMNS)
 

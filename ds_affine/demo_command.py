@@ -10,12 +10,12 @@ from ds_affine.demo.launcher import DemoFailed, launch
 from ds_affine.demo.report import rows, show
 
 
-def run_demo(timeout):
-    """Return 0 when every shard of every parameter is exact, else 1. timeout: seconds for the whole run."""
+def run(options):
+    """Return 0 when every shard of every parameter is exact, else 1."""
     version = _deepspeed_version()
     print(_introduction(version), flush=True)
     try:
-        lines = launch(use_deepspeed=version is not None, timeout=timeout)
+        lines = launch(use_deepspeed=version is not None, timeout=options.timeout)
     except DemoFailed as failure:
         print(failure, file=sys.stderr)
         return 1

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Maps and memory-mapped tensors of what ``save_checkpoint`` of a DeepSpeed engine wrote."""
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Dict, Optional
+
+import torch
+
+from deepspeed.checkpoint.affine.composition import compose
+from deepspeed.checkpoint.affine.constructors import replicated_map
+from deepspeed.checkpoint.affine.envelope import load_affine_maps
+from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+from deepspeed.checkpoint.affine_adapters.rank_files import RankFiles, rank_files
+from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError
+from deepspeed.checkpoint.affine_adapters.zero_files import flat_trained, zero3_frozen, zero3_trained
+
+
+def engine_checkpoint(folder):
+    """Describe the weights in the folder of one saved step: with ZeRO-1, 2, 3 or without, with or without AutoTP.
+
+    Trained parameters are the optimizer's master weights, usually in float32; frozen parameters and buffers are as
+    the module holds them. Without ZeRO all are the module's. Location ``t * W + d`` stands for data-parallel rank d,
+    of W, in tensor-parallel rank t.
+
+    Args:
+        folder: the one with files such as ``zero_pp_rank_0_mp_rank_00_optim_states.pt`` in it.
+
+    Returns:
+        ``Checkpoint``.
+
+    Raises:
+        CheckpointError: missing, truncated or contradictory files, naming them; tensor-parallel shards without maps;
+            checkpoints of pipeline stages or of experts.
+
+    Example::
+
+        engine_checkpoint('checkpoints/global_step10').parameters['lm_head.weight'].layout
+    """
+    files = rank_files(folder)
+    shards = [_read_shard(files, rank) for rank in range(files.tensor_parallel)]
+    if len(shards) == 1:
+        return Checkpoint(shards[0].kind, shards[0].held, shards[0].left_out)
+    maps = _maps(shards, files)
+    held = {}
+    for name, first in shards[0].held.items():
+        held[name] = replace(held[first.tied_to], tied_to=first.tied_to) if first.tied_to else _joined(
+            name, shards, _map_of(name, maps, files), files)
+    return Checkpoint(f'{shards[0].kind}, tensor-parallel over {len(shards)}', held, shards[0].left_out)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """What one tensor-parallel rank holds, over locations 0 to ``world_size - 1``, and the maps that it saved."""
+    kind: str
+    world_size: int
+    held: Dict[str, HeldParameter]
+    left_out: Dict[str, str]
+    maps: Optional[dict]
+
+
+def _read_shard(files: RankFiles, rank):
+    model = files.load('model', rank, 0)
+    maps = (model.get('universal_checkpoint_info') or {}).get('affine_map')
+    if not files.has_optimizer(rank):
+        return _Shard('without ZeRO', 1, _with_whole(model, {}, model.get('module') or {}), {}, maps)
+    first = files.load('optim', rank, 0)
+    world_size = _world_size(first, files.path('optim', rank, 0))
+    states = [first] + [files.load('optim', rank, data_rank) for data_rank in range(1, world_size)]
+    paths = [files.path('optim', rank, data_rank) for data_rank in range(world_size)]
+    shapes = {name: tuple(shape) for group in model.get('param_shapes') or [] for name, shape in group.items()}
+    # DeepSpeed's optimizer for bfloat16, which is a ZeRO-1, does not say so.
+    stage = int(getattr(first.get('zero_stage'), 'value', first.get('zero_stage')) or 1)
+    module = model.get('module') or {}
+    if stage != 3:
+        trained = flat_trained(shapes, states, paths)
+        _check_places(trained, module, files.path('model', rank, 0))
+        return _Shard(f'ZeRO-{stage} over {world_size}', world_size, _with_whole(model, trained, module), {}, maps)
+    models = [model] + [files.load('model', rank, data_rank) for data_rank in range(1, world_size)]
+    model_paths = [files.path('model', rank, data_rank) for data_rank in range(world_size)]
+    cut = {
+        **zero3_trained(shapes, states, paths),
+        **zero3_frozen(model.get('frozen_param_shapes') or {}, models, model_paths)
+    }
+    buffers = {name: module[name] for name in model.get('buffer_names') or [] if name in module}
+    held = _with_whole(model, cut, buffers)
+    left_out = {
+        name: 'ZeRO-3 saved nothing under this name, which may be a further one of a tied parameter'
+        for name in module if name not in held
+    }
+    return _Shard(f'ZeRO-3 over {world_size}', world_size, held, left_out, maps)
+
+
+def _world_size(state, path):
+    counts = state.get('partition_count')
+    counts = set(counts) if isinstance(counts, list) else {counts}
+    count = counts.pop() if len(counts) == 1 else None
+    if type(count) is not int or count < 1:
+        raise CheckpointError(f'{path}: partition_count is {state.get("partition_count")!r}; expected one number of '
+                              'data-parallel ranks. Experts that have a number of their own are read from universal '
+                              'checkpoints.')
+    return count
+
+
+def _check_places(trained, module, path):
+    """DeepSpeed 0.19.8 notes places of parameters that are wrong where ``round_robin_gradients`` has reordered them;
+    the module's own copy shows it."""
+    for name, held in trained.items():
+        if name in module and module[name].numel() == held.layout.numel:
+            master = held.buffers[min(held.buffers)].flatten()[:1]
+            whole = module[name].flatten()[:1]
+            if not torch.equal(master.to(whole.dtype).nan_to_num(), whole.nan_to_num()):
+                raise CheckpointError(f'{path}: the optimizer begins parameter {name!r} with {master.item():g}, the '
+                                      f'module with {whole.item():g}. With round_robin_gradients DeepSpeed saves '
+                                      'wrong places of parameters; train and save without it.')
+
+
+def _with_whole(model, cut, whole):
+    """Parameters that ZeRO cut, with tensors that this rank has whole, in the module's order, and tied names."""
+    tied = model.get('shared_params') or {}
+    held = {}
+    for name in [*(model.get('module') or {}), *cut]:
+        if name in cut:
+            held[name] = cut[name]
+        elif name in whole and name not in tied:
+            held[name] = HeldParameter(replicated_map(tuple(whole[name].shape), 1), {0: whole[name]},
+                                       whole[name].dtype)
+    held.update({name: replace(held[first], tied_to=first) for name, first in tied.items() if first in held})
+    return held
+
+
+def _maps(shards, files):
+    """``{pattern: map}`` of the tensor-parallel shards."""
+    if shards[0].maps is None:
+        raise CheckpointError(f'{files.folder}: is tensor-parallel over {len(shards)} ranks but has no affine maps, '
+                              'without which nobody can tell how its shards fit together. DeepSpeed saves them with '
+                              'AutoTP since 0.19.8.')
+    if len({shard.world_size for shard in shards}) > 1:
+        raise CheckpointError(f'{files.folder}: its tensor-parallel ranks have {[one.world_size for one in shards]} '
+                              'data-parallel ranks.')
+    try:
+        return load_affine_maps(shards[0].maps)
+    except ValueError as error:
+        raise CheckpointError(f'{files.path("model", 0, 0)}: {error}') from error
+
+
+def _map_of(name, maps, files):
+    found = [one for pattern, one in maps.items() if re.match(pattern, name)]
+    if len(found) != 1:
+        raise CheckpointError(f'{files.folder}: {len(found)} affine maps match parameter {name!r}; expected one.')
+    return found[0]
+
+
+def _joined(name, shards, outer, files):
+    inner, buffers, stride = {}, {}, shards[0].world_size
+    for rank, shard in enumerate(shards):
+        if name not in shard.held:
+            if prod(outer.shard_shapes.get(rank, (0, ))):
+                raise CheckpointError(f'{files.folder}: tensor-parallel rank {rank} holds nothing of {name!r}.')
+            continue
+        one = shard.held[name]
+        moved = one.relabelled({location: rank * stride + location for location in one.layout.shard_shapes})
+        inner[rank] = moved.layout
+        buffers.update(moved.buffers)
+    try:
+        layout = compose(outer, inner)
+    except ValueError as error:
+        raise CheckpointError(f'{files.folder}: parameter {name!r}: {error}') from error
+    return HeldParameter(layout, buffers, shards[0].held[name].dtype)

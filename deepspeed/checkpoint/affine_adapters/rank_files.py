@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Which file of a DeepSpeed checkpoint is whose, and whether all are there."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Tuple
+
+from deepspeed.checkpoint.affine.checks import listed
+from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
+from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
+
+_RANK_FILE = re.compile(r'(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt')
+_MODEL_FILE = re.compile(r'mp_rank_(\d+)_model_states\.pt')
+# Files of pipeline stages and of experts, whose layouts are others than those read here.
+_OTHER_FILE = re.compile(r'layer_\d+.*_states\.pt|.*expp_rank_.*_states\.pt')
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """Paths of model and optimizer states by (tensor-parallel rank, data-parallel rank). Where ZeRO does not cut the
+    module, one model file serves all data-parallel ranks and is that of rank 0."""
+    folder: Path
+    model: Dict[Tuple[int, int], Path]
+    optim: Dict[Tuple[int, int], Path]
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return 1 + max(rank for rank, _ in [*self.model, *self.optim])
+
+    def has_optimizer(self, rank: int) -> bool:
+        """Whether ZeRO has cut anything: else the model states are all there is."""
+        return bool(self.optim) or (rank, 1) in self.model
+
+    def load(self, kind: str, rank: int, data_rank: int) -> dict:
+        """The states of a rank, ``kind`` being 'model' or 'optim'.
+
+        Raises:
+            CheckpointError: a file that is missing, or does not hold what DeepSpeed saves.
+        """
+        path = self.path(kind, rank, data_rank)
+        content = load_mapped(path)
+        states = content.get('optimizer_state_dict') if kind == 'optim' and isinstance(content, dict) else content
+        if not isinstance(states, dict):
+            raise CheckpointError(f'{path}: holds a {type(states).__name__} where DeepSpeed saves a dict.')
+        return states
+
+    def path(self, kind: str, rank: int, data_rank: int) -> Path:
+        """Where those states are.
+
+        Raises:
+            CheckpointError: nowhere.
+        """
+        paths = self.model if kind == 'model' else self.optim
+        if (rank, data_rank) not in paths:
+            there = [path.name for path in paths.values()]
+            raise CheckpointError(
+                f'{self.folder}: the {kind} states of data-parallel rank {data_rank}, tensor-parallel '
+                f"rank {rank} are missing; there are {listed(there)}. Was every rank's file copied?")
+        return paths[rank, data_rank]
+
+
+def rank_files(folder) -> RankFiles:
+    """Look at the names in the folder of one saved step.
+
+    Raises:
+        CheckpointError: it has no model states; or has some of pipeline stages or of experts.
+    """
+    folder = Path(folder)
+    model, optim = {}, {}
+    for path in sorted(folder.iterdir()):
+        if _OTHER_FILE.fullmatch(path.name):
+            raise CheckpointError(f'{path}: is of a pipeline stage or of experts. Convert the checkpoint with '
+                                  'deepspeed.checkpoint.ds_to_universal and pass the universal one.')
+        if match := _RANK_FILE.fullmatch(path.name):
+            (model if match[3] == 'model' else optim)[int(match[2]), int(match[1])] = path
+        elif match := _MODEL_FILE.fullmatch(path.name):
+            model[int(match[1]), 0] = path
+    if not model:
+        raise CheckpointError(f'{folder}: has no model states of DeepSpeed, such as mp_rank_00_model_states.pt.')
+    return RankFiles(folder, model, optim)

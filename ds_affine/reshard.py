@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Write a checkpoint in another layout, tensor by tensor, through mapped files."""
+
+import fcntl
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from deepspeed.checkpoint.affine.envelope import dump_affine_maps
+from deepspeed.checkpoint.affine_adapters.safetensors_files import new_file
+from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
+from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndpoints, plan_transfers
+from deepspeed.checkpoint.affine_transfer_executor import apply_plan
+
+
+def stored_dtypes(parameters, dtype):
+    """``{name: dtype}``: ``dtype`` for what is floating-point, where one is given; else what it has."""
+    return {
+        name: dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
+        for name, held in parameters.items()
+    }
+
+
+def write(parameters, layout, destination, *, workers=1, progress=None):
+    """Write parameters into a new folder.
+
+    The folder has its name when all is on disk, and not before. What an earlier run left unfinished is removed.
+
+    Args:
+        parameters: name -> ``HeldParameter``, for all names of ``layout.places``.
+        layout: ``DiskLayout``.
+        destination: path of the folder; it must not be there.
+        workers: parameters that are copied at one time.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        CheckpointError: the folder is there, or another run is writing it.
+        OSError: no space.
+    """
+    destination = Path(destination)
+    plan = _plan(parameters, layout)
+    with _unfinished(destination) as folder, ExitStack() as files:
+        tensors = {}
+        for file in layout.files:
+            made = files.enter_context(new_file(folder / file.name, file.tensors))
+            tensors.update({(file.location, name): tensor for name, tensor in made.items()})
+        done = 0
+        with ThreadPoolExecutor(workers) as pool:
+            for numbytes in pool.map(lambda name: _copy(name, parameters, plan, layout.places[name], tensors),
+                                     layout.places):
+                done += numbytes
+                if progress is not None:
+                    progress(min(done, layout.numbytes), layout.numbytes)
+        for name, content in layout.indices.items():
+            _write_json(folder / name, content)
+
+
+def _plan(parameters, layout):
+    transfers = {
+        name: ParameterTransfer(place.layout, parameters[name].layout, parameters[name].dtype)
+        for name, place in layout.places.items()
+    }
+    sources = {location for held in parameters.values() for location in held.layout.shard_shapes}
+    targets = {file.location for file in layout.files}
+    here = TransferEndpoints(dict.fromkeys(sources, 0), dict.fromkeys(targets, 0))
+    return plan_transfers(transfers, endpoints=here)
+
+
+def _copy(name, parameters, plan, place, tensors):
+    shards = {}
+    for location, shape in place.layout.shard_shapes.items():
+        tensor = tensors[location, place.tensor]
+        shards[location] = tensor if tuple(tensor.shape) == shape else tensor.narrow(0, place.start, shape[0])
+    dtype = next(iter(shards.values())).dtype
+    apply_plan(plan[name], parameters[name].buffers, shards, target_dtype=dtype, name=name)
+    return sum(shard.nbytes for shard in shards.values())
+
+
+def _write_json(path, content):
+    with open(path, 'x') as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _unfinished(destination):
+    """A new folder beside ``destination`` that gets its name at the end, and is removed where that is not reached."""
+    if destination.exists():
+        raise CheckpointError(f'{destination}: is there already. Remove it, or choose another name.')
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    folder = destination.parent / f'.{destination.name}.unfinished'
+    folder.mkdir(exist_ok=True)
+    with _opened(folder) as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f'{destination}: another process is writing it.') from None
+        try:
+            # Of a run that was killed; one that has just ended took the folder away.
+            for path in folder.iterdir():
+                path.unlink()
+            yield folder
+            os.fsync(handle)
+            os.rename(folder, destination)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    with _opened(destination.parent) as handle:
+        os.fsync(handle)
+
+
+@contextmanager
+def _opened(folder):
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)

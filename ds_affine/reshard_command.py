@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The command `ds_affine reshard`: choose a layout, say what will be written, write it."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+
+from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
+from deepspeed.checkpoint.affine_adapters.disk_layouts import (Place, rank_layout, server_disk_layout, split_layout,
+                                                               whole_layout)
+from deepspeed.checkpoint.affine_adapters.safetensors_files import read_json
+from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
+from ds_affine.choice import chosen
+from ds_affine.reshard import stored_dtypes, write
+
+MIB = 1 << 20
+CONFIG = "config.json"
+
+
+def run(options):
+    """Return 0 when the folder is written, 2 when it is not."""
+    try:
+        checkpoint = open_checkpoint(options.source)
+        dtype = getattr(torch, options.dtype) if options.dtype else None
+        parameters = chosen(checkpoint.parameters, options.include, options.exclude)
+        if not parameters:
+            raise ValueError(f"{options.source}: has no parameters that --include and --exclude leave")
+        layout = _layout(options, checkpoint.parameters, parameters, stored_dtypes(checkpoint.parameters, dtype))
+        if not options.quiet:
+            _say(options, checkpoint, layout)
+        if not options.dry_run:
+            with _progress(options.quiet) as progress:
+                write(checkpoint.parameters, layout, options.destination, workers=options.workers, progress=progress)
+    except (ValueError, OSError) as error:
+        print(f"ds_affine reshard: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _layout(options, held, parameters, dtypes):
+    shapes = {name: one.layout.logical_shape for name, one in parameters.items()}
+    degree = options.to
+    if degree is None:
+        return whole_layout(shapes, dtypes, options.file_size)
+    if options.split:
+        return split_layout(shapes, dtypes, degree, options.split)
+    server = _server(options, degree)
+    missing = [name for name in server.parts if name not in held]
+    if missing:
+        raise ValueError(f"{options.source}: has no {missing[0]!r}, which a model of this configuration has")
+    if options.fused:
+        return server_disk_layout(server, degree, dtypes)
+    places = {name: Place(part.target_map, name) for name, part in server.parts.items() if name in parameters}
+    return rank_layout(places, dtypes, degree)
+
+
+def _server(options, degree):
+    path = Path(options.config or Path(options.source, CONFIG))
+    if not path.is_file():
+        raise ValueError(
+            f"--to tp-{degree} needs the model's {CONFIG}, by --config, or --split: how heads are cut does "
+            "not follow from shapes")
+    return server_layout(DecoderModel.from_config(read_json(path)), degree)
+
+
+def _say(options, checkpoint, layout):
+    size = sum(file.numbytes for file in layout.files)
+    print(f"{options.source} ({checkpoint.kind}): {len(layout.places)} parameters to {len(layout.files)} files, "
+          f"{size / MIB:,.1f} MiB, in {options.destination}")
+    for name, why in checkpoint.left_out.items():
+        print(f"left out: {name}: {why}")
+    if options.dry_run:
+        for file in layout.files:
+            print(f"  {file.name}: {len(file.tensors)} tensors, {file.numbytes / MIB:,.1f} MiB")
+
+
+@contextlib.contextmanager
+def _progress(quiet):
+    """What to call with bytes done and bytes in all; None where nobody looks."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from deepspeed.checkpoint.affine_transfer_executor.progress import progress_bar
+    with progress_bar("reshard") as advance:
+        yield advance

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The command `ds_affine verify`: do two checkpoints hold the same parameters, bit for bit?"""
+
+import sys
+
+import torch
+
+from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
+from deepspeed.checkpoint.affine_transfer import plan_transfer
+from ds_affine.choice import is_chosen
+
+# Elements that are compared at one time.
+BLOCK = 1 << 22
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def run(options):
+    """Return 0 when all parameters are in both and equal, 1 when not, 2 when a checkpoint cannot be read."""
+    try:
+        first, second = (open_checkpoint(path).parameters for path in (options.first, options.second))
+        names = [name for name in {**first, **second} if is_chosen(name, options.include, options.exclude)]
+        found = [(name, difference(first.get(name), second.get(name))) for name in names]
+    except (ValueError, OSError) as error:
+        print(f"ds_affine verify: {error}", file=sys.stderr)
+        return 2
+    if not names:
+        print("ds_affine verify: there is no parameter to compare", file=sys.stderr)
+        return 2
+    wrong = [(name, what) for name, what in found if what]
+    for name, what in wrong:
+        print(f"{name}: {what}")
+    print(f"{len(names) - len(wrong)} of {len(names)} parameters are the same in {options.first} and {options.second}")
+    return 1 if wrong else 0
+
+
+def difference(one, other):
+    """What tells two HeldParameters apart, in words; empty where nothing does. Nothing is put together for it."""
+    if one is None or other is None:
+        return f"is only in {'B' if one is None else 'A'}"
+    if one.layout.logical_shape != other.layout.logical_shape:
+        return f"has shape {one.layout.logical_shape} in A and {other.layout.logical_shape} in B"
+    if one.dtype != other.dtype:
+        return f"is {one.dtype} in A and {other.dtype} in B"
+    # Each way, so that every replica of either is looked at.
+    for source, target in ((one, other), (other, one)):
+        plan = plan_transfer(target.layout, source.layout)
+        if not all(_same(segment, source.buffers, target.buffers) for segment in plan.segments):
+            return "differs"
+    return ""
+
+
+def _same(segment, sources, targets):
+    return all(
+        torch.equal(*pair) for pair in zip(
+            _blocks(sources[segment.source_rank], segment.source_offset, segment.source_strides, segment.shape),
+            _blocks(targets[segment.target_rank], segment.target_offset, segment.target_strides, segment.shape)))
+
+
+def _blocks(tensor, offset, strides, shape):
+    """The elements of a strided region as integers of their width, some rows of it at a time."""
+    flat = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
+    step = len(flat) // max(tensor.numel(), 1)
+    view = flat.as_strided((*shape, step), (*(stride * step for stride in strides), 1),
+                           flat.storage_offset() + offset * step)
+    rows = view.reshape(1, -1) if view.dim() == 1 else view
+    yield from rows.split(max(1, BLOCK * len(rows) // max(rows.numel(), 1)))
