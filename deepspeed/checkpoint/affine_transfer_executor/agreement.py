@@ -102,21 +102,23 @@ def _refused(rows: Sequence[torch.Tensor]) -> List[int]:
 
 
 def _row(position: Position) -> torch.Tensor:
-    row = torch.zeros(ROW, dtype=torch.int64)
+    # Also where the program has another default device.
+    row = torch.zeros(ROW, dtype=torch.int64, device='cpu')
     row[VERSION] = PROTOCOL_VERSION
     row[REFUSED] = position.terms is None
     row[DOING] = DOINGS.index(position.doing)
     for index, term in enumerate((position.terms or {}).values()):
         halves = (term[:8], term[8:])
         place = FIRST_TERM + 2 * index
-        row[place:place + 2] = torch.tensor([int.from_bytes(half, 'little', signed=True) for half in halves])
-    row[FIRST_FACT:FIRST_FACT + len(position.facts)] = torch.tensor(position.facts, dtype=torch.int64)
+        row[place:place + 2] = torch.tensor([int.from_bytes(half, 'little', signed=True) for half in halves],
+                                            device='cpu')
+    row[FIRST_FACT:FIRST_FACT + len(position.facts)] = torch.tensor(position.facts, dtype=torch.int64, device='cpu')
     return row
 
 
 def _encoded(reason: str) -> torch.Tensor:
     data = reason.encode(errors='backslashreplace')[:REASON_BYTES].ljust(REASON_BYTES, b'\0')
-    return torch.tensor(list(data), dtype=torch.uint8)
+    return torch.tensor(list(data), dtype=torch.uint8, device='cpu')
 
 
 def _refusals(refused: Sequence[int], texts: Sequence[torch.Tensor]) -> List[str]:

@@ -3,9 +3,9 @@
 # DeepSpeed Team
 """The parameters that are moved together, from a plan of one, of a model, or from requests."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ class Batch:
         Raises:
             AffineTransferExecutionError: anything of another type.
         """
+        if not isinstance(requests, Iterable):
+            raise AffineTransferExecutionError(f'requests are a {type(requests).__name__}; expected TransferRequests')
         requests = list(requests)
         for index, request in enumerate(requests):
             check_request(request, index)
@@ -122,8 +124,14 @@ def parameter_name(request: TransferRequest, index: int) -> str:
 
 
 def _with_dtypes(request: TransferRequest, dtype, target_dtype) -> TransferRequest:
-    source = request.dtype or dtype
-    return replace(request, dtype=source, target_dtype=request.target_dtype or target_dtype or source)
+    source = dtype if request.dtype is None else request.dtype
+    target = target_dtype if request.target_dtype is None else request.target_dtype
+    target = source if target is None else target
+    for value in (source, target):
+        if not isinstance(value, torch.dtype):
+            name = '' if request.name is None else f'parameter {request.name!r}: '
+            raise AffineTransferExecutionError(f'{name}{shown(value)} is not a torch.dtype')
+    return replace(request, dtype=source, target_dtype=target)
 
 
 def _of_name(rule: Any, name: str, what: str) -> Optional[torch.dtype]:
@@ -155,4 +163,5 @@ def _check_width(request: TransferRequest, width: int) -> None:
     wire = request.target_dtype
     if isinstance(wire, torch.dtype) and wire.itemsize != width:
         raise AffineTransferExecutionError(f'parameter {request.name!r} was planned for {width} bytes per element; '
-                                           f'{wire} has {wire.itemsize}')
+                                           f'{wire} has {wire.itemsize}. Is it the target_dtype of its '
+                                           'ParameterTransfer?')

@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """Whether buffers are still where they were when a program was made for them."""
 
+from operator import eq
 from typing import List, Sequence
 
 import torch
@@ -20,22 +21,27 @@ class Bindings:
         self.names = [name for name, _ in held]
         self.tensors = [tensor for _, tensor in held]
         self._addresses, self._numels = _addresses(self.tensors), _numels(self.tensors)
+        self._strides = list(map(torch.Tensor.stride, self.tensors))
 
     def check(self) -> None:
-        """Refuse to touch buffers that were freed, resized or replaced.
+        """Refuse to touch buffers that were freed, resized, replaced or transposed.
 
         Raises:
             AffineTransferExecutionError: which one, and what it was and is.
         """
-        # A storage that was freed or resized is elsewhere. These lists hold numbers alone: objects would have the
-        # garbage collector walk over the whole program in every other run.
-        if self._addresses == _addresses(self.tensors) and self._numels == _numels(self.tensors):
+        # A storage that was freed or resized is elsewhere. No list of new objects is made: it would have the garbage
+        # collector walk over the whole program in every other run.
+        strides = map(torch.Tensor.stride, self.tensors)
+        if self._addresses == _addresses(self.tensors) and self._numels == _numels(self.tensors) and all(
+                map(eq, self._strides, strides)):
             return
-        now = zip(self.names, zip(self._addresses, self._numels), zip(_addresses(self.tensors), _numels(self.tensors)))
-        name, was, is_ = next(entry for entry in now if entry[1] != entry[2])
-        raise AffineTransferExecutionError(
-            f'{name} had {was[1]} elements at {was[0]:#x} when the program was compiled, and has {is_[1]} at '
-            f'{is_[0]:#x}. Give the program its new buffers with rebind, or compile it again')
+        was = zip(self._addresses, self._numels, self._strides)
+        for name, tensor, (address, numel, stride) in zip(self.names, self.tensors, was):
+            if (tensor.data_ptr(), tensor.numel(), tensor.stride()) != (address, numel, stride):
+                raise AffineTransferExecutionError(
+                    f'{name} had {numel} elements at {address:#x} with strides {stride} when the program was compiled, '
+                    f'and has {tensor.numel()} at {tensor.data_ptr():#x} with strides {tensor.stride()}. Give the '
+                    'program its new buffers with rebind, or compile it again')
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> List[int]:

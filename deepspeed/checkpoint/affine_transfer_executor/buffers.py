@@ -45,7 +45,7 @@ class Shard:
         tensor: any strided tensor.
 
     Raises:
-        AffineTransferExecutionError: no strided tensor in memory.
+        AffineTransferExecutionError: no strided tensor with memory of its own.
 
     Example::
 
@@ -57,9 +57,17 @@ class Shard:
     def __init__(self, tensor: torch.Tensor):
         if not isinstance(tensor, torch.Tensor):
             raise AffineTransferExecutionError(f'buffer is a {type(tensor).__name__}; expected a tensor')
+        # Such as DTensors and fake tensors: what has the memory, if anything, is another tensor.
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested:
+            raise AffineTransferExecutionError(f'buffer is a {type(tensor).__name__} that wraps other tensors; give '
+                                               'the local tensor itself, such as that of to_local()')
         if tensor.layout != torch.strided or tensor.device.type == 'meta' or tensor.is_quantized:
             raise AffineTransferExecutionError(f'buffer of layout {tensor.layout} on {tensor.device}; expected a '
                                                'strided tensor in memory')
+        held = tensor.untyped_storage().nbytes()
+        if tensor.numel() and (tensor.storage_offset() + _extent(tensor)) * tensor.element_size() > held:
+            raise AffineTransferExecutionError(f'buffer of shape {tuple(tensor.shape)} has a storage of {held} bytes, '
+                                               'too few for it: its memory was freed or resized')
         self.tensor = tensor
 
     @property
@@ -160,7 +168,7 @@ class Shard:
 
     def _bytes(self) -> torch.Tensor:
         """The storage from the first to the last element of the tensor, one row of bytes per element."""
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride()))
+        extent = _extent(self.tensor)
         return self._storage_view(0, (1, ), (extent, )).view(torch.uint8).view(extent, -1)
 
     def _indices(self, piece: Piece) -> Iterator[Tuple[int, torch.Tensor]]:
@@ -177,6 +185,11 @@ class Shard:
                 index += address // step * stride
                 address = address % step
             yield start, index
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements of the storage from the first to the last one of a tensor that has any."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _axis_of(stride: int, logical: Tuple[int, ...]) -> Optional[int]:

@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """Raw bytes between the processes of a group, over any kind of group that torch has."""
 
+import os
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -47,22 +48,38 @@ class WaitFailed(Exception):
 
 
 @dataclass(frozen=True)
+class CallersGroup:
+    """A group that the caller made: a torch.distributed Backend, and the group's notes."""
+    backend: Any
+    board: NoticeBoard
+
+
+@dataclass(frozen=True)
 class Channel:
     """One group as seen from this process.
 
     Args:
-        backend: a torch.distributed Backend, whose ranks are the group's.
+        group: what has the ``backend``, whose ranks are the group's, and the ``board``, its notes: a TransferGroup,
+            which forgets them when it is closed, or a CallersGroup.
         rank: this process; size: processes in the group.
         device: where messages must lie.
-        board: the group's notes.
-        transfer_group: the TransferGroup, where it is one.
+        pid: of the process that made it; the connections are not those of its forks.
     """
-    backend: Any
+    group: Any
     rank: int
     size: int
     device: torch.device
-    board: NoticeBoard
-    transfer_group: Optional[Any] = None
+    pid: int
+
+    @property
+    def backend(self) -> Any:
+        """AffineTransferExecutionError where the group was closed."""
+        return self.group.backend
+
+    @property
+    def board(self) -> NoticeBoard:
+        """The group's notes."""
+        return self.group.board
 
     @classmethod
     def of(cls, group) -> 'Channel':
@@ -78,25 +95,26 @@ class Channel:
             group = dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise AffineTransferExecutionError('this process is not in the group that it was given')
-        store = getattr(group, 'notice_store', None)
         if isinstance(group, dist.ProcessGroup):
-            store = _store_of(group)
             backend = _backend_of(group)
-        else:
-            backend = getattr(group, 'backend', group)
-        if not isinstance(backend, Backend):
+            group = CallersGroup(backend, NoticeBoard(_store_of(group), backend.rank()))
+        elif isinstance(group, Backend):
+            group = CallersGroup(group, NoticeBoard(None, group.rank()))
+        elif not isinstance(getattr(group, 'board', None), NoticeBoard):
             # Nothing to agree over: the others cannot hear of it.
             raise AffineTransferExecutionError(
                 f'group is a {type(group).__name__}; expected a torch.distributed process '
                 'group, one from join_transfer_group, or None for the default group')
-        board = NoticeBoard(store, backend.rank())
-        own = group if hasattr(group, 'notice_store') else None
-        return cls(backend, backend.rank(), backend.size(), _message_device(backend), board, own)
+        backend = group.backend
+        return cls(group, backend.rank(), backend.size(), _message_device(backend), os.getpid())
 
     def check_open(self) -> None:
-        """Raise AffineTransferExecutionError if the group was closed, as its ``backend`` does."""
-        if self.transfer_group is not None:
-            _ = self.transfer_group.backend
+        """Raise AffineTransferExecutionError if the group was closed, or is that of a process which this one was
+        forked from."""
+        _ = self.backend
+        if os.getpid() != self.pid:
+            raise AffineTransferExecutionError(f'this process was forked from process {self.pid}, whose connections '
+                                               'it cannot use. Join a group in each process, after it was forked')
 
     def gather(self, row: torch.Tensor, timeout: float) -> List[torch.Tensor]:
         """Everybody's row, by process. All rows must have the same dtype and size.
@@ -239,11 +257,11 @@ class Channel:
         """
         if self.device.type != 'cpu':
             # A group that the caller owns is the caller's to end: there the others hear of it by their timeouts.
-            if self.transfer_group is not None and hasattr(self.backend, 'abort'):
+            if not isinstance(self.group, CallersGroup) and hasattr(self.backend, 'abort'):
                 with suppress(RuntimeError):
                     self.backend.abort()
             return
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device='cpu')
         # Where a peer is gone the receive fails at once, which closes no other connection: the next one is tried.
         for step in range(1, self.size):
             with suppress(RuntimeError):

@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """From plans and buffers to a program, after all processes have agreed on it."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
 
@@ -127,13 +128,25 @@ def compile_transfers(requests: Iterable[TransferRequest],
         program = compile_transfers([TransferRequest(plan, sources, targets)], endpoints, torch.bfloat16)
     """
     return _compile(lambda: Batch.of_requests(requests, dtype, target_dtype), endpoints, group,
-                    dict(options, budget=budget), lambda _, buffers: list(buffers))
+                    dict(options, budget=budget), as_given)
+
+
+def as_given(side: str, buffers: Sequence[Mapping]) -> List[Mapping]:
+    """One mapping of location to tensor for each request.
+
+    Raises:
+        AffineTransferExecutionError: no list of them.
+    """
+    if not isinstance(buffers, (list, tuple)):
+        raise AffineTransferExecutionError(f'{side} buffers are a {type(buffers).__name__}; expected a list with one '
+                                           'mapping of location to tensor for each request')
+    return list(buffers)
 
 
 def compile_local(batch: Batch,
                   endpoints: TransferEndpoints,
                   options: Options,
-                  arrange: Callable = lambda _, buffers: list(buffers)) -> TransferProgram:
+                  arrange: Callable = as_given) -> TransferProgram:
     """A program for one process, with no group.
 
     Raises:
@@ -156,7 +169,9 @@ def _compile(make: Callable[[], Batch], endpoints: TransferEndpoints, group, opt
             checked = Options(**options)
             prepared = prepare(make(), endpoints, checked, channel.rank, channel.size)
             hashes = link_hashes(prepared.links, prepared.moves, channel.rank)
-            facts = (prepared.links.most_operations, *(sum(side.values()) % 2**62 for side in hashes))
+            # Process 0 says which compilation this is: programs of equal layout must not meet each other's messages.
+            number = int.from_bytes(os.urandom(8), 'little') >> 2
+            facts = (prepared.links.most_operations, *(sum(side.values()) % 2**62 for side in hashes), number)
             terms = prepared.terms
         except Exception as error:
             # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
@@ -166,7 +181,7 @@ def _compile(make: Callable[[], Batch], endpoints: TransferEndpoints, group, opt
     if sent != received:
         _refuse_links(channel, *hashes, checked.timeout)
     message_bytes = _message_bytes(checked, max(row[0] for row in everyone), prepared.widest)
-    digest = hash_of([*terms.values(), message_bytes, sent])
+    digest = hash_of([*terms.values(), message_bytes, sent, everyone[0][3]])
     program, reason = None, ''
     with channel.ending(BROKE_BEFORE):
         try:
@@ -205,11 +220,11 @@ def _message_bytes(options: Options, operations: int, widest: int) -> int:
 
 def _refuse_links(channel: Channel, sent: Dict[int, int], received: Dict[int, int], timeout: float) -> None:
     """Find the links whose ends differ, together with all other processes, and have all of them raise."""
-    theirs = torch.zeros(channel.size, dtype=torch.int64)
+    theirs = torch.zeros(channel.size, dtype=torch.int64, device='cpu')
     with channel.ending(BROKE_BEFORE):
         for low in range(0, channel.size, COMPARED):
             high = min(low + COMPARED, channel.size)
-            row = torch.tensor([sent.get(peer, 0) for peer in range(low, high)], dtype=torch.int64)
+            row = torch.tensor([sent.get(peer, 0) for peer in range(low, high)], dtype=torch.int64, device='cpu')
             try:
                 rows = channel.gather(row, timeout)
             except WaitFailed as failure:

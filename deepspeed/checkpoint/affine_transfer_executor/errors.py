@@ -29,4 +29,6 @@ def described(error: BaseException) -> str:
     kind = type(error).__name__
     explains = isinstance(error, (ValueError, Explained)) and text
     words = text if explains else f'{kind}: {text}' if text else kind
+    # gloo's errors end with advice about its own logs.
+    words = words.partition(' This is typically caused by')[0]
     return words.encode(errors='backslashreplace').decode()

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine_transfer_executor.channel import DEVICES
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, described
 from deepspeed.checkpoint.affine_transfer_executor.meeting import meet
+from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
 from deepspeed.checkpoint.affine_transfer_executor.patience import LONGEST, checked_timeout, within
 
 # Processes that have all come connect within a moment, even where the last came at the very end.
@@ -28,13 +29,12 @@ class TransferGroup:
     transfers are over, or use it in a ``with`` statement.
     """
 
-    def __init__(self, backend, store, notice_store):
+    def __init__(self, backend, board: NoticeBoard):
         self._backend = backend
         self._size = backend.size()
         self._rank = backend.rank()
-        # The store's server, if it runs here, lives as long as this reference.
-        self._store = store
-        self._notice_store = notice_store
+        # The store's server, if it runs here, lives as long as something refers to it.
+        self._board = board
 
     def rank(self) -> int:
         """This process in the group."""
@@ -52,13 +52,14 @@ class TransferGroup:
         return self._backend
 
     @property
-    def notice_store(self):
-        """Where the group's processes leave notes about failures."""
-        return self._notice_store
+    def board(self) -> NoticeBoard:
+        """The group's notes about failures; after ``close`` there are none."""
+        return self._board
 
     def close(self) -> None:
-        """Drop the connections. Closing twice is harmless."""
-        self._backend = self._store = self._notice_store = None
+        """Drop the connections, and the store if it is served here, also where programs of the group live on. Closing
+        twice is harmless."""
+        self._backend, self._board = None, NoticeBoard(None, self._rank)
 
     def __enter__(self) -> 'TransferGroup':
         return self
@@ -110,7 +111,7 @@ def join_transfer_group(address: Union[str, Any],
     except Exception as error:
         raise AffineTransferExecutionError(f'process {rank} could not connect to the {size} processes of transfer '
                                            f'group {name!r}: {described(error)}') from error
-    return TransferGroup(made, store, dist.PrefixStore('notices', own))
+    return TransferGroup(made, NoticeBoard(dist.PrefixStore('notices', own), rank))
 
 
 def _check_arguments(rank: int, size: int, backend: str, name: str) -> None:

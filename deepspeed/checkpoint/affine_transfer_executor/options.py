@@ -43,6 +43,10 @@ class Options:
         if self.nodes is not None and not isinstance(self.nodes, Mapping):
             raise AffineTransferExecutionError(f'nodes are a {type(self.nodes).__name__}; expected a mapping of '
                                                'process to node')
+        for process, node in (self.nodes or {}).items():
+            if type(process) is not int or type(node) is not int or not -2**62 <= node <= 2**62:
+                raise AffineTransferExecutionError(f'nodes give process {shown(process)} the node {shown(node)}; '
+                                                   'expected an int for every process')
         if self.progress is not None and not callable(self.progress):
             raise AffineTransferExecutionError(f'progress is a {type(self.progress).__name__}; expected a function of '
                                                'bytes done and bytes in all')

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
+from deepspeed.checkpoint.affine_transfer_executor.agreement import BROKE_BEFORE
 from deepspeed.checkpoint.affine_transfer_executor.bindings import Bindings
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel
 from deepspeed.checkpoint.affine_transfer_executor.copies import Buffers
@@ -68,6 +70,7 @@ class Bound:
         shadows: what receives in place of the targets, with ``staged``.
         verification: what is compared afterwards, with ``verify``.
         bindings: the buffers, to see whether they are still what they were.
+        written: the targets that autograd may know.
     """
     prepared: Prepared
     stages: Sequence[Stage]
@@ -75,6 +78,7 @@ class Bound:
     shadows: Optional[Shadows]
     verification: Optional[Verification]
     bindings: Bindings
+    written: Sequence[torch.Tensor]
 
 
 class TransferProgram:
@@ -111,7 +115,11 @@ class TransferProgram:
             raise TransferBrokenError(f'this program cannot be used any more: {self._broken}. Compile it for a new '
                                       'group')
         try:
-            return run_once(self._recipe, self._bound)
+            stats = run_once(self._recipe, self._bound)
+            # Autograd is to notice that weights have changed which a backward pass still needs.
+            for target in self._bound.written:
+                increment_version(target)
+            return stats
         except BaseException as error:
             refused = isinstance(error, AffineTransferExecutionError) and not isinstance(error, TransferBrokenError)
             if self._recipe.channel is not None and not refused:
@@ -142,9 +150,23 @@ class TransferProgram:
         if self._broken:
             raise TransferBrokenError(f'this program cannot be used any more: {self._broken}')
         prepared = with_buffers(self._bound.prepared, *sides, self._recipe.endpoints, self._recipe.rank)
-        # The old memory is given back before new memory is taken. Should there be none, no run is possible.
-        self._bound, self._broken = None, 'it has no buffers'
-        self._bound, self._broken = _bind(self._recipe, prepared), ''
+        # The old memory is given back before new memory is taken.
+        kept, self._bound = self._bound.prepared, None
+        try:
+            self._bound = _bind(self._recipe, prepared)
+        except BaseException as error:
+            self._bound = self._bind_again(kept, described(error))
+            raise
+
+    def _bind_again(self, kept: Prepared, reason: str) -> Bound:
+        """The memory that was given back a moment ago; should it be gone, the others must not wait for this process."""
+        try:
+            return _bind(self._recipe, kept)
+        except BaseException:
+            self._broken = f'it has no memory any more: {reason}'
+            if self._recipe.channel is not None:
+                self._recipe.channel.leave(BROKE_BEFORE, f'process {self._recipe.rank} lost its buffers: {reason}')
+            raise
 
 
 # Weights may have been made in inference mode, where only inference mode may write to them.
@@ -160,4 +182,7 @@ def _bind(recipe: Recipe, prepared: Prepared) -> Bound:
             verification = prepare_verification(recipe.rounds, moves, buffers, recipe.rank, recipe.message_bytes,
                                                 recipe.device)
             staging_bytes += verification.staging_bytes
-    return Bound(prepared, stages, staging_bytes, shadows, verification, Bindings(requests))
+    written = [
+        shard.tensor for request in requests for shard in request.targets.values() if not shard.tensor.is_inference()
+    ]
+    return Bound(prepared, stages, staging_bytes, shadows, verification, Bindings(requests), written)

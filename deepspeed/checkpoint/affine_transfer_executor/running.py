@@ -202,7 +202,9 @@ class _Run:
     def _advance(self, numbytes: int) -> None:
         self.done += numbytes
         if self.recipe.options.progress is not None:
-            self.recipe.options.progress(self.done, self.sent + self.received + self.local)
+            # What the caller makes there is to be of use elsewhere.
+            with torch.inference_mode(False):
+                self.recipe.options.progress(self.done, self.sent + self.received + self.local)
 
     def _account(self, item: BoundRound, failure: WaitFailed) -> str:
         """Whom this process waited for, and for what."""
