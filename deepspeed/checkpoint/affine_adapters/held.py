@@ -15,8 +15,8 @@ from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 
 @dataclass(frozen=True, eq=False)
 class HeldParameter:
-    """How a parameter (or buffer) of a live model lies in the processes of a job, and this process' part of it; or how one
-    lies in the files of a checkpoint, and all of them.
+    """How a parameter (or buffer) of a live model lies in the processes of a job, and this process' part of it. Or how
+    one lies in the files of a checkpoint, and all of it.
 
     Attributes:
         layout: ``ParamAffineMap``, with the same locations on every process that describes the same replicas.

@@ -3,8 +3,8 @@
 # DeepSpeed Team
 """The main job end to end, as a user runs it, and what its launcher does when a process does not do its part."""
 
-import multiprocessing
 import argparse
+import multiprocessing
 import os
 import re
 import subprocess
