@@ -6,16 +6,13 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Iterator, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 
 from deepspeed.checkpoint.affine_geometry.runs import lower_run
 from deepspeed.checkpoint.affine_geometry.strides import row_major_strides
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
-
-# Elements addressed one by one at a time, where no strided view exists: their indices take 8 bytes each.
-INDEX_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -138,12 +135,11 @@ class Shard:
         """Write ``transform`` of the piece's values, cast, into the flat tensor ``out``."""
         blocks = self.blocks(piece)
         if blocks is None:
-            for start, index in self._indices(piece):
-                values = self._bytes().index_select(0, index).view(-1).view(self.tensor.dtype)
-                # Views that are lazily conjugated or negated say so beside their bytes.
-                values = values.conj() if self.tensor.is_conj() else values
-                values = values.neg() if self.tensor.is_neg() else values
-                out[start:start + len(index)].copy_(transform(values))
+            values = self._bytes().index_select(0, self._index(piece)).view(-1).view(self.tensor.dtype)
+            # Views that are lazily conjugated or negated say so beside their bytes.
+            values = values.conj() if self.tensor.is_conj() else values
+            values = values.neg() if self.tensor.is_neg() else values
+            out.copy_(transform(values))
             return
         start = 0
         for block in blocks:
@@ -154,9 +150,8 @@ class Shard:
         """Write flat values of the tensor's own dtype to the piece."""
         blocks = self.blocks(piece)
         if blocks is None:
-            for start, index in self._indices(piece):
-                rows = values[start:start + len(index)].to(self.tensor.device).contiguous()
-                self._bytes().index_copy_(0, index, rows.view(torch.uint8).view(len(index), -1))
+            rows = values.to(self.tensor.device).contiguous().view(torch.uint8).view(piece.numel, -1)
+            self._bytes().index_copy_(0, self._index(piece), rows)
             return
         start = 0
         for block in blocks:
@@ -171,20 +166,20 @@ class Shard:
         extent = _extent(self.tensor)
         return self._storage_view(0, (1, ), (extent, )).view(torch.uint8).view(extent, -1)
 
-    def _indices(self, piece: Piece) -> Iterator[Tuple[int, torch.Tensor]]:
-        """Storage positions of the piece's elements, a bounded number at a time."""
-        sizes, logical, storage = self._grid
-        for start in range(0, piece.numel, INDEX_BLOCK):
-            rest = torch.arange(start, min(start + INDEX_BLOCK, piece.numel), device=self.tensor.device)
-            address = torch.full_like(rest, piece.offset)
-            for size, stride in zip(reversed(piece.shape), reversed(piece.strides)):
-                address += rest % size * stride
-                rest = rest // size
-            index = torch.zeros_like(address)
-            for step, stride in zip(logical, storage):
-                index += address // step * stride
-                address = address % step
-            yield start, index
+    def _index(self, piece: Piece) -> torch.Tensor:
+        """int64[numel], storage positions of the piece's elements. It takes several times the memory of the elements:
+        callers read and write a large piece in parts."""
+        _, logical, storage = self._grid
+        rest = torch.arange(piece.numel, device=self.tensor.device)
+        address = torch.full_like(rest, piece.offset)
+        for size, stride in zip(reversed(piece.shape), reversed(piece.strides)):
+            address += rest % size * stride
+            rest = rest // size
+        index = torch.zeros_like(address)
+        for step, stride in zip(logical, storage):
+            index += address // step * stride
+            address = address % step
+        return index
 
 
 def _extent(tensor: torch.Tensor) -> int:
