@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Callable, Iterator, List, Sequence, Tuple
 
+import numpy as np
 import torch
 
 from deepspeed.checkpoint.affine_geometry.runs import lower_run
@@ -67,19 +68,30 @@ class Part:
     """Some elements of one move, as a box of both ends.
 
     Attributes:
-        move: index of the move. request: of its parameter.
+        request, stage: of the move. width: bytes of an element on the wire.
         start: first byte in the message.
         source_rank, source, target_rank, target: the locations and where the elements stand in them.
         scales: of source and target.
     """
-    move: int
     request: int
+    stage: int
+    width: int
     start: int
     source_rank: int
     source: Piece
     target_rank: int
     target: Piece
     scales: Tuple[float, float]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it takes arithmetic."""
+        return self.scales != (1.0, 1.0)
+
+    @property
+    def numbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.source.numel * self.width
 
 
 class Buffers:
@@ -94,9 +106,9 @@ class Buffers:
         self.requests = requests
         self.targets = targets
 
-    def source(self, stage: int, part: Part) -> Shard:
-        """What a move of this stage reads."""
-        if stage == FIRST_HOP:
+    def source(self, part: Part) -> Shard:
+        """What a move reads."""
+        if part.stage == FIRST_HOP:
             return self.requests[part.request].sources[part.source_rank]
         return self.targets[part.request][part.source_rank]
 
@@ -112,29 +124,32 @@ class Buffers:
 def parts_of(moves: Moves, message: Message) -> Iterator[Part]:
     """What a message is made of, in its order."""
     part = moves.take(message.rows)
-    ranks = zip(part.source_rank.tolist(), part.target_rank.tolist(), part.request.tolist())
-    ends = zip(part.source_offset.tolist(), part.source_strides.tolist(), part.target_offset.tolist(),
-               part.target_strides.tolist(), part.shape.tolist())
-    scales = zip(part.source_scale.tolist(), part.target_scale.tolist())
-    cuts = zip(message.first.tolist(), message.last.tolist(), part.numel.tolist(), part.width.tolist())
+    shapes = [tuple(shape) for shape in part.shape.tolist()]
+    sources = _pieces(part.source_offset, part.source_strides, shapes)
+    targets = _pieces(part.target_offset, part.target_strides, shapes)
+    columns = (part.request, part.stage, part.width, part.source_rank, part.target_rank, part.source_scale,
+               part.target_scale, part.numel, message.first, message.last)
     start = 0
-    for row, (source_rank, target_rank, request), (from_, steps, to, to_steps,
-                                                   shape), scale, cut in zip(message.rows.tolist(), ranks, ends,
-                                                                             scales, cuts):
-        first, last, numel, width = cut
-        source, target = Piece(from_, tuple(steps), tuple(shape)), Piece(to, tuple(to_steps), tuple(shape))
-        whole = (first, last) == (0, numel)
-        for box in (None, ) if whole else lower_run(source.shape, first, last):
-            ends_of_box = (source, target) if box is None else (source.box(box.origin, box.extent),
-                                                                target.box(box.origin, box.extent))
-            yield Part(row, request, start, source_rank, ends_of_box[0], target_rank, ends_of_box[1], scale)
-            start += ends_of_box[0].numel * width
+    for source, target, row in zip(sources, targets, zip(*(column.tolist() for column in columns))):
+        request, stage, width, source_rank, target_rank, source_scale, target_scale, numel, first, last = row
+        boxes = [(source, target)]
+        if last - first < numel:
+            boxes = [(source.box(box.origin, box.extent), target.box(box.origin, box.extent))
+                     for box in lower_run(source.shape, first, last)]
+        for read, written in boxes:
+            yield Part(request, stage, width, start, source_rank, read, target_rank, written,
+                       (source_scale, target_scale))
+            start += read.numel * width
 
 
-def pack(copies: Copies, buffers: Buffers, stage: int, part: Part, message: torch.Tensor) -> None:
+def _pieces(offset: np.ndarray, strides: np.ndarray, shapes: Sequence[Tuple[int, ...]]) -> Iterator[Piece]:
+    return map(Piece, offset.tolist(), map(tuple, strides.tolist()), shapes)
+
+
+def pack(copies: Copies, buffers: Buffers, part: Part, message: torch.Tensor) -> None:
     """Add the copies that gather a part from where it is read: scaled, cast and dense."""
-    shard, wire = buffers.source(stage, part), buffers.wire_dtype(part)
-    if part.scales == (1.0, 1.0):
+    shard, wire = buffers.source(part), buffers.wire_dtype(part)
+    if not part.is_scaled:
         _between(copies, shard, part.source, _values(message, part, wire), reading=True)
         return
     scale = partial(rescaled, source_scale=part.scales[0], target_scale=part.scales[1])
@@ -158,12 +173,12 @@ def unpack(copies: Copies, buffers: Buffers, part: Part, message: torch.Tensor) 
              reading=False)
 
 
-def copy(copies: Copies, buffers: Buffers, stage: int, part: Part) -> None:
+def copy(copies: Copies, buffers: Buffers, part: Part) -> None:
     """Add the copies of a part from source to target, through a temporary only where it is scaled or a side is no
     view of its buffer."""
-    reader, writer = buffers.source(stage, part), buffers.target(part)
+    reader, writer = buffers.source(part), buffers.target(part)
     from_view, to_view = reader.view(part.source), writer.view(part.target)
-    if from_view is not None and to_view is not None and part.scales == (1.0, 1.0):
+    if from_view is not None and to_view is not None and not part.is_scaled:
         copies.pair(to_view, from_view)
         return
     scale = partial(rescaled, source_scale=part.scales[0], target_scale=part.scales[1])
@@ -209,4 +224,4 @@ def _small(piece: Piece) -> Iterator[Tuple[int, Piece]]:
 
 def _values(message: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     """The part's place in a message, flat. Every part starts at a multiple of its width."""
-    return message[part.start:part.start + part.source.numel * dtype.itemsize].view(dtype)
+    return message[part.start:part.start + part.numbytes].view(dtype)

@@ -87,7 +87,7 @@ def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
         The stages in order, and the bytes of staging memory.
     """
     direct = {
-        id(message): _direct(buffers, item.key[0], moves, message, sending, device)
+        id(message): _direct(buffers, moves, message, sending, device)
         for item in rounds
         for sending, messages in ((False, item.receives), (True, item.sends))
         for message in messages
@@ -106,16 +106,16 @@ def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
     return stages, staging.numbytes
 
 
-def _direct(buffers: Buffers, stage: int, moves: Moves, message: Message, sending: bool,
+def _direct(buffers: Buffers, moves: Moves, message: Message, sending: bool,
             device: torch.device) -> Optional[torch.Tensor]:
     """The bytes of a message in the tensor itself, where they lie there as they travel."""
     if len(message.rows) != 1:
         return None
     part, = parts_of(moves, whole_message(moves, message.rows, message.peer))
     run = as_run(part.source if sending else part.target)
-    shard = buffers.source(stage, part) if sending else buffers.target(part)
+    shard = buffers.source(part) if sending else buffers.target(part)
     tensor = shard.tensor
-    as_it_is = part.scales == (1.0, 1.0) and tensor.dtype == buffers.wire_dtype(part)
+    as_it_is = not part.is_scaled and tensor.dtype == buffers.wire_dtype(part)
     if run is None or tensor.device != device or sending and not as_it_is or tensor.is_conj() or tensor.is_neg():
         return None
     first, last = int(message.first[0]), int(message.last[0])
@@ -160,7 +160,7 @@ def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torc
                 if position < len(item.receives):
                     unpack(unpacking, buffers, part, data)
                 else:
-                    pack(packing, buffers, item.key[0], part, data)
+                    pack(packing, buffers, part, data)
         posted.append((message.peer, data))
     receives = len(item.receives)
     return BoundRound(item, tuple(posted[:receives]), tuple(posted[receives:]), packing, unpacking, *local, staged)
@@ -184,18 +184,16 @@ def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int,
     for number in range(shares):
         copies, copied = Copies(), 0
         for part in parts_of(moves, whole_message(moves, rows[edges[number]:edges[number + 1]], rank)):
-            size = part.source.numel * int(moves.width[part.move])
-            if _stays(buffers, stage, part):
-                in_place += size
+            if _stays(buffers, part):
+                in_place += part.numbytes
                 continue
-            copy(copies, buffers, stage, part)
-            copied += size
+            copy(copies, buffers, part)
+            copied += part.numbytes
         made.append((copies, copied))
     return made, in_place
 
 
-def _stays(buffers: Buffers, stage: int, part: Part) -> bool:
+def _stays(buffers: Buffers, part: Part) -> bool:
     """Whether a part would be copied onto itself."""
-    if stage != FIRST_HOP or part.scales != (1.0, 1.0):
-        return False
-    return same_memory(buffers.source(stage, part), part.source, buffers.target(part), part.target)
+    unchanged = part.stage == FIRST_HOP and not part.is_scaled
+    return unchanged and same_memory(buffers.source(part), part.source, buffers.target(part), part.target)

@@ -76,7 +76,7 @@ def prepare_verification(rounds: Sequence, moves: Moves, buffers: Buffers, rank:
         moves, buffers, rank, device: as for ``bind``.
         message_bytes: most bytes of a message.
     """
-    # Each local move by itself: its source may be of another stage than its neighbour's.
+    # Each local move by itself: they do not come in the order of a Link.
     local = messages_of(rank, np.flatnonzero(moves.is_local), moves, 0, message_bytes)
     largest = max([message.numbytes for item in rounds
                    for message in item.sends + item.receives] + [message.numbytes for message in local],
@@ -108,19 +108,17 @@ def _reading(message: Message, moves: Moves, buffers: Buffers, take: Checksums, 
     copies = Copies()
     runs: List[Run] = []
     names: List[str] = []
-    stage = int(moves.stage[message.rows[0]])
     previous = None
     for part in parts_of(moves, message):
         if from_source:
-            pack(copies, buffers, stage, part, data)
+            pack(copies, buffers, part, data)
         else:
             pack_target(copies, buffers, part, data)
-        width = int(moves.width[part.move])
-        stop = part.start + part.source.numel * width
+        stop = part.start + part.numbytes
         if part.request == previous:
-            runs[-1] = runs[-1][0], stop, width
+            runs[-1] = runs[-1][0], stop, part.width
         else:
-            runs.append((part.start, stop, width))
+            runs.append((part.start, stop, part.width))
             names.append(buffers.requests[part.request].name)
         previous = part.request
     return Reading(copies, take, data, tuple(runs), tuple(names))
