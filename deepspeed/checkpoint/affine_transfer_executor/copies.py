@@ -30,10 +30,12 @@ class Copies:
     Attributes:
         targets, sources: pairs of views of equal shape; one call copies them all, and casts where dtypes differ.
         others: copies that are no such pair: scaled ones, and those which strides cannot express.
+        numbytes: of all of them, on the wire.
     """
     targets: List[torch.Tensor] = field(default_factory=list)
     sources: List[torch.Tensor] = field(default_factory=list)
     others: List[Callable[[], None]] = field(default_factory=list)
+    numbytes: int = 0
 
     def run(self) -> None:
         """Make all copies."""
@@ -148,6 +150,7 @@ def _pieces(offset: np.ndarray, strides: np.ndarray, shapes: Sequence[Tuple[int,
 
 def pack(copies: Copies, buffers: Buffers, part: Part, message: torch.Tensor) -> None:
     """Add the copies that gather a part from where it is read: scaled, cast and dense."""
+    copies.numbytes += part.numbytes
     shard, wire = buffers.source(part), buffers.wire_dtype(part)
     if not part.is_scaled:
         _between(copies, shard, part.source, _values(message, part, wire), reading=True)
@@ -161,11 +164,13 @@ def pack(copies: Copies, buffers: Buffers, part: Part, message: torch.Tensor) ->
 
 def pack_target(copies: Copies, buffers: Buffers, part: Part, message: torch.Tensor) -> None:
     """Add the copies that gather a part from where it was written."""
+    copies.numbytes += part.numbytes
     _between(copies, buffers.target(part), part.target, _values(message, part, buffers.wire_dtype(part)), reading=True)
 
 
 def unpack(copies: Copies, buffers: Buffers, part: Part, message: torch.Tensor) -> None:
     """Add the copies that spread a part over its target."""
+    copies.numbytes += part.numbytes
     _between(copies,
              buffers.target(part),
              part.target,
@@ -176,6 +181,7 @@ def unpack(copies: Copies, buffers: Buffers, part: Part, message: torch.Tensor) 
 def copy(copies: Copies, buffers: Buffers, part: Part) -> None:
     """Add the copies of a part from source to target, through a temporary only where it is scaled or a side is no
     view of its buffer."""
+    copies.numbytes += part.numbytes
     reader, writer = buffers.source(part), buffers.target(part)
     from_view, to_view = reader.view(part.source), writer.view(part.target)
     if from_view is not None and to_view is not None and not part.is_scaled:

@@ -50,8 +50,6 @@ class BoundRound:
         round: the messages.
         receives, sends: peers and memory of the messages, in their order.
         pack, unpack: what to copy before and after. local: what to copy meanwhile.
-        local_bytes: of the local copies.
-        staged: bytes that are packed or unpacked.
     """
     round: Round
     receives: Tuple[Tuple[int, torch.Tensor], ...]
@@ -59,17 +57,18 @@ class BoundRound:
     pack: Copies
     unpack: Copies
     local: Copies
-    local_bytes: int
-    staged: int
+
+    @property
+    def staged(self) -> int:
+        """Bytes that are packed or unpacked."""
+        return self.pack.numbytes + self.unpack.numbytes
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """Rounds of one stage, and the local copies that no round is left for. ``in_place``: bytes that stay."""
-    number: int
     rounds: Tuple[BoundRound, ...]
     local: Copies
-    local_bytes: int
     in_place: int
 
 
@@ -101,8 +100,7 @@ def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
         bound = tuple(
             _bound(rounds[place], slots[place], moves, direct, buffers, staging, local)
             for place, local in zip(places, locals_))
-        rest, rest_bytes = locals_[0] if not places else (Copies(), 0)
-        stages.append(Stage(number, bound, rest, rest_bytes, in_place))
+        stages.append(Stage(bound, Copies() if places else locals_[0], in_place))
     return stages, staging.numbytes
 
 
@@ -147,15 +145,13 @@ def _sizes(rounds: Sequence[Round], slots: Sequence[int],
 
 
 def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torch.Tensor]], buffers: Buffers,
-           staging: Staging, local: Tuple[Copies, int]) -> BoundRound:
+           staging: Staging, local: Copies) -> BoundRound:
     packing, unpacking = Copies(), Copies()
     posted: List[Tuple[int, torch.Tensor]] = []
-    staged = 0
     for position, message in enumerate(item.receives + item.sends):
         data = direct[id(message)]
         if data is None:
             data = staging.message((slot, position), message.numbytes)
-            staged += message.numbytes
             for part in parts_of(moves, message):
                 if position < len(item.receives):
                     unpack(unpacking, buffers, part, data)
@@ -163,7 +159,7 @@ def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torc
                     pack(packing, buffers, part, data)
         posted.append((message.peer, data))
     receives = len(item.receives)
-    return BoundRound(item, tuple(posted[:receives]), tuple(posted[receives:]), packing, unpacking, *local, staged)
+    return BoundRound(item, tuple(posted[:receives]), tuple(posted[receives:]), packing, unpacking, local)
 
 
 def whole_message(moves: Moves, rows: np.ndarray, peer: int) -> Message:
@@ -172,24 +168,20 @@ def whole_message(moves: Moves, rows: np.ndarray, peer: int) -> Message:
     return Message(peer, rows, np.zeros(len(rows), np.int64), part.numel, int(part.numbytes.sum()))
 
 
-def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int,
-            shares: int) -> Tuple[List[Tuple[Copies, int]], int]:
+def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int, shares: int) -> Tuple[List[Copies], int]:
     """The local copies of a stage in so many shares of about the same bytes, and the bytes which stay in place."""
     rows = np.flatnonzero(moves.is_local & (moves.stage == stage))
     numbytes = moves.numbytes[rows]
     share = np.cumsum(numbytes) * shares // (int(numbytes.sum()) + 1)
-    edges = np.searchsorted(share, np.arange(shares + 1))
     in_place = 0
     made = []
-    for number in range(shares):
-        copies, copied = Copies(), 0
-        for part in parts_of(moves, whole_message(moves, rows[edges[number]:edges[number + 1]], rank)):
+    for those in np.split(rows, np.searchsorted(share, np.arange(1, shares))):
+        made.append(Copies())
+        for part in parts_of(moves, whole_message(moves, those, rank)):
             if _stays(buffers, part):
                 in_place += part.numbytes
-                continue
-            copy(copies, buffers, part)
-            copied += part.numbytes
-        made.append((copies, copied))
+            else:
+                copy(made[-1], buffers, part)
     return made, in_place
 
 

@@ -13,6 +13,7 @@ import torch
 from deepspeed.checkpoint.affine_transfer_executor.agreement import (BROKE_BEFORE, ROW, RUN, SWITCH, VERIFY, Position,
                                                                      agree, named, numbers, refuse_broken)
 from deepspeed.checkpoint.affine_transfer_executor.channel import Pending, WaitFailed
+from deepspeed.checkpoint.affine_transfer_executor.copies import Copies
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained, described
 from deepspeed.checkpoint.affine_transfer_executor.report import TransferStats
 from deepspeed.checkpoint.affine_transfer_executor.rounds import IN_FLIGHT, SLOTS, BoundRound, Stage
@@ -54,7 +55,7 @@ class _Run:
             ('agree', 'pack', 'post', 'local', 'wait', 'unpack', 'verify', 'switch'), 0.0)
         self.sent = self._bytes_of(lambda item: item.round.sends)
         self.received = self._bytes_of(lambda item: item.round.receives)
-        self.local = sum(stage.local_bytes + sum(item.local_bytes for item in stage.rounds) for stage in bound.stages)
+        self.local = sum(held.local.numbytes for stage in bound.stages for held in (stage, *stage.rounds))
         self.done = self.overhead = 0
 
     def agree(self) -> List[Tuple[int, ...]]:
@@ -170,16 +171,16 @@ class _Run:
                 item.pack.run()
             with self.timed('post'):
                 travelling.append((item, self._post(item)))
-            self._copy(item.local, item.local_bytes)
-        self._copy(stage.local, stage.local_bytes)
+            self._copy(item.local)
+        self._copy(stage.local)
         while travelling:
             self._finish(*travelling.popleft())
 
-    def _copy(self, copies, numbytes: int) -> None:
-        if numbytes:
+    def _copy(self, copies: Copies) -> None:
+        if copies.numbytes:
             with self.timed('local'):
                 copies.run()
-            self._advance(numbytes)
+            self._advance(copies.numbytes)
 
     def _post(self, item: BoundRound) -> List[Pending]:
         try:
