@@ -14,7 +14,6 @@ from deepspeed.checkpoint.affine_geometry.runs import lower_run
 from deepspeed.checkpoint.affine_geometry.strides import row_major_strides
 from deepspeed.checkpoint.affine_transfer_executor.buffers import Piece, Shard
 from deepspeed.checkpoint.affine_transfer_executor.dtypes import rescaled
-from deepspeed.checkpoint.affine_transfer_executor.links import Message
 from deepspeed.checkpoint.affine_transfer_executor.moves import FIRST_HOP, Moves
 
 # Elements that are scaled, or addressed one by one, at one time: each takes a temporary.
@@ -123,21 +122,21 @@ class Buffers:
         return self.requests[part.request].target_dtype
 
 
-def parts_of(moves: Moves, message: Message) -> Iterator[Part]:
-    """What a message is made of, in its order."""
-    part = moves.take(message.rows)
+def parts_of(moves: Moves, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> Iterator[Part]:
+    """Elements ``[first, last)`` of moves, one behind the other. Arguments as a Message has them."""
+    part = moves.take(rows)
     shapes = [tuple(shape) for shape in part.shape.tolist()]
     sources = _pieces(part.source_offset, part.source_strides, shapes)
     targets = _pieces(part.target_offset, part.target_strides, shapes)
     columns = (part.request, part.stage, part.width, part.source_rank, part.target_rank, part.source_scale,
-               part.target_scale, part.numel, message.first, message.last)
+               part.target_scale, part.numel, first, last)
     start = 0
     for source, target, row in zip(sources, targets, zip(*(column.tolist() for column in columns))):
-        request, stage, width, source_rank, target_rank, source_scale, target_scale, numel, first, last = row
+        request, stage, width, source_rank, target_rank, source_scale, target_scale, numel, low, high = row
         boxes = [(source, target)]
-        if last - first < numel:
+        if high - low < numel:
             boxes = [(source.box(box.origin, box.extent), target.box(box.origin, box.extent))
-                     for box in lower_run(source.shape, first, last)]
+                     for box in lower_run(source.shape, low, high)]
         for read, written in boxes:
             yield Part(request, stage, width, start, source_rank, read, target_rank, written,
                        (source_scale, target_scale))

@@ -176,7 +176,7 @@ def _bind(recipe: Recipe, prepared: Prepared) -> Bound:
         requests, moves = prepared.requests, prepared.moves
         shadows = Shadows(requests, moves, recipe.rank) if recipe.options.staged else None
         buffers = Buffers(requests, shadows.shards if shadows else [request.targets for request in requests])
-        stages, staging_bytes = bind(recipe.rounds, moves, buffers, recipe.rank, recipe.device)
+        stages, staging_bytes = bind(recipe.rounds, moves, buffers, recipe.device)
         verification = None
         if recipe.options.verify:
             verification = prepare_verification(recipe.rounds, moves, buffers, recipe.rank, recipe.message_bytes,

@@ -4,7 +4,7 @@
 """Rounds with their memory: what is posted, and the copies before and after, all made once."""
 
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -72,15 +72,14 @@ class Stage:
     in_place: int
 
 
-def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
-         device: torch.device) -> Tuple[List[Stage], int]:
+def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, device: torch.device) -> Tuple[List[Stage], int]:
     """Give rounds their memory.
 
     Args:
         rounds: of this process, in order.
         moves: of this process.
         buffers: what they read and write.
-        rank: this process. device: where messages must lie.
+        device: where messages must lie.
 
     Returns:
         The stages in order, and the bytes of staging memory.
@@ -96,7 +95,7 @@ def bind(rounds: Sequence[Round], moves: Moves, buffers: Buffers, rank: int,
     stages = []
     for number in sorted({*(item.key[0] for item in rounds), *moves.stage[moves.is_local].tolist()}):
         places = [place for place, item in enumerate(rounds) if item.key[0] == number]
-        locals_, in_place = _locals(moves, buffers, number, rank, max(len(places), 1))
+        locals_, in_place = _locals(moves, buffers, number, max(len(places), 1))
         bound = tuple(
             _bound(rounds[place], slots[place], moves, direct, buffers, staging, local)
             for place, local in zip(places, locals_))
@@ -109,7 +108,7 @@ def _direct(buffers: Buffers, moves: Moves, message: Message, sending: bool,
     """The bytes of a message in the tensor itself, where they lie there as they travel."""
     if len(message.rows) != 1:
         return None
-    part, = parts_of(moves, whole_message(moves, message.rows, message.peer))
+    part, = _whole(moves, message.rows)
     run = as_run(part.source if sending else part.target)
     shard = buffers.source(part) if sending else buffers.target(part)
     tensor = shard.tensor
@@ -152,7 +151,7 @@ def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torc
         data = direct[id(message)]
         if data is None:
             data = staging.message((slot, position), message.numbytes)
-            for part in parts_of(moves, message):
+            for part in parts_of(moves, message.rows, message.first, message.last):
                 if position < len(item.receives):
                     unpack(unpacking, buffers, part, data)
                 else:
@@ -162,13 +161,12 @@ def _bound(item: Round, slot: int, moves: Moves, direct: Dict[int, Optional[torc
     return BoundRound(item, tuple(posted[:receives]), tuple(posted[receives:]), packing, unpacking, local)
 
 
-def whole_message(moves: Moves, rows: np.ndarray, peer: int) -> Message:
-    """Moves in the form of one message, whatever its size."""
-    part = moves.take(rows)
-    return Message(peer, rows, np.zeros(len(rows), np.int64), part.numel, int(part.numbytes.sum()))
+def _whole(moves: Moves, rows: np.ndarray) -> Iterator[Part]:
+    """The parts of moves of which all is meant."""
+    return parts_of(moves, rows, np.zeros(len(rows), np.int64), moves.take(rows).numel)
 
 
-def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int, shares: int) -> Tuple[List[Copies], int]:
+def _locals(moves: Moves, buffers: Buffers, stage: int, shares: int) -> Tuple[List[Copies], int]:
     """The local copies of a stage in so many shares of about the same bytes, and the bytes which stay in place."""
     rows = np.flatnonzero(moves.is_local & (moves.stage == stage))
     numbytes = moves.numbytes[rows]
@@ -177,7 +175,7 @@ def _locals(moves: Moves, buffers: Buffers, stage: int, rank: int, shares: int) 
     made = []
     for those in np.split(rows, np.searchsorted(share, np.arange(1, shares))):
         made.append(Copies())
-        for part in parts_of(moves, whole_message(moves, those, rank)):
+        for part in _whole(moves, those):
             if _stays(buffers, part):
                 in_place += part.numbytes
             else:

@@ -73,7 +73,7 @@ def prepare_verification(rounds: Sequence, moves: Moves, buffers: Buffers, rank:
 
     Args:
         rounds: of this process, in order.
-        moves, buffers, rank, device: as for ``bind``.
+        moves, buffers, device: as for ``bind``. rank: this process.
         message_bytes: most bytes of a message.
     """
     # Each local move by itself: they do not come in the order of a Link.
@@ -109,7 +109,7 @@ def _reading(message: Message, moves: Moves, buffers: Buffers, take: Checksums, 
     runs: List[Run] = []
     names: List[str] = []
     previous = None
-    for part in parts_of(moves, message):
+    for part in parts_of(moves, message.rows, message.first, message.last):
         if from_source:
             pack(copies, buffers, part, data)
         else:

@@ -991,7 +991,8 @@ def test_segments_of_several_axes_are_cut_where_the_budget_ends():
     (prepared, rounds), _ = rounds_by_process(plan, endpoints, torch.float32, StagingBudget(28), 'off', 2)
     found = []
     for item in rounds:
-        for part in parts_of(prepared.moves, item.sends[0]):
+        message, = item.sends
+        for part in parts_of(prepared.moves, message.rows, message.first, message.last):
             assert part.source == part.target
             grid = torch.arange(36).as_strided(part.source.shape, part.source.strides, part.source.offset)
             found += grid.reshape(-1).tolist()
