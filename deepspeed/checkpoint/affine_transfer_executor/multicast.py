@@ -17,6 +17,8 @@ from deepspeed.checkpoint.affine_geometry.columns import row_ids
 from deepspeed.checkpoint.affine_geometry.runs import lower_run
 from deepspeed.checkpoint.affine_transfer_executor.moves import DOUBLES, SECOND_HOP, Moves
 
+# Block, owner, origin and extent of one box of _Stripes.
+_Box = Tuple[int, int, np.ndarray, np.ndarray]
 # A second hop costs time of its own: a few vectors that several receivers need are no reason for it.
 WORTH = 0.95
 
@@ -107,7 +109,7 @@ class _Stripes:
 def _stripes(moves: Moves, blocks: _Blocks) -> _Stripes:
     leads = blocks.rows[blocks.starts[:-1]]
     numbytes, shapes = moves.numbytes[leads], moves.shape[leads]
-    found: List[Tuple[int, int, np.ndarray, np.ndarray]] = []
+    found: List[_Box] = []
     for members, receivers in _families(moves, blocks):
         stops = np.cumsum(numbytes[members])
         edges = [int(stops[-1]) * stripe // receivers for stripe in range(receivers + 1)]
@@ -119,7 +121,7 @@ def _stripes(moves: Moves, blocks: _Blocks) -> _Stripes:
                     np.array(extent).reshape(len(found), -1))
 
 
-def _families(moves: Moves, blocks: _Blocks):
+def _families(moves: Moves, blocks: _Blocks) -> List[Tuple[np.ndarray, int]]:
     """Blocks of one source process and one set of receivers, with the number of receivers."""
     families: Dict[Tuple[int, ...], List[int]] = {}
     source = moves.source_process[blocks.rows[blocks.starts[:-1]]].tolist()
@@ -130,7 +132,7 @@ def _families(moves: Moves, blocks: _Blocks):
     return [(np.array(members), len(key) - 1) for key, members in families.items()]
 
 
-def _cut(block: int, start: int, edges: List[int], shape: np.ndarray, width: int):
+def _cut(block: int, start: int, edges: List[int], shape: np.ndarray, width: int) -> List[_Box]:
     """The boxes of a block that begins at byte ``start`` of its family, by stripe."""
     numel = int(shape.prod())
     owner = int(np.searchsorted(edges, start, side='right')) - 1
@@ -148,11 +150,8 @@ def _cut(block: int, start: int, edges: List[int], shape: np.ndarray, width: int
 
 def _first_hops(moves: Moves, blocks: _Blocks, stripes: _Stripes) -> Moves:
     """From the source to the receiver that owns the stripe."""
-    part = moves.take(blocks.rows[blocks.starts[stripes.block] + stripes.owner])
-    return replace(part,
-                   shape=stripes.extent,
-                   source_offset=part.source_offset + (stripes.origin * part.source_strides).sum(axis=1),
-                   target_offset=part.target_offset + (stripes.origin * part.target_strides).sum(axis=1))
+    to_owners = blocks.rows[blocks.starts[stripes.block] + stripes.owner]
+    return _box_of(moves.take(to_owners), stripes.origin, stripes.extent)
 
 
 def _second_hops(moves: Moves, blocks: _Blocks, stripes: _Stripes) -> Moves:
@@ -163,12 +162,15 @@ def _second_hops(moves: Moves, blocks: _Blocks, stripes: _Stripes) -> Moves:
     box, other = box[other != stripes.owner[box]], other[other != stripes.owner[box]]
     start = blocks.starts[stripes.block[box]]
     reader, writer = blocks.rows[start + stripes.owner[box]], blocks.rows[start + other]
-    hops = _between_targets(moves, reader, writer, SECOND_HOP)
-    origin = stripes.origin[box]
-    return replace(hops,
-                   shape=stripes.extent[box],
-                   source_offset=hops.source_offset + (origin * hops.source_strides).sum(axis=1),
-                   target_offset=hops.target_offset + (origin * hops.target_strides).sum(axis=1))
+    return _box_of(_between_targets(moves, reader, writer, SECOND_HOP), stripes.origin[box], stripes.extent[box])
+
+
+def _box_of(moves: Moves, origin: np.ndarray, extent: np.ndarray) -> Moves:
+    """The moves of one box of each."""
+    return replace(moves,
+                   shape=extent,
+                   source_offset=moves.source_offset + (origin * moves.source_strides).sum(axis=1),
+                   target_offset=moves.target_offset + (origin * moves.target_strides).sum(axis=1))
 
 
 def _doubles(moves: Moves, blocks: _Blocks) -> Moves:
