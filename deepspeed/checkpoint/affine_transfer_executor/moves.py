@@ -60,11 +60,6 @@ class Moves:
         """bool[M], whether both ends are on one process."""
         return self.source_process == self.target_process
 
-    @property
-    def is_scaled(self) -> np.ndarray:
-        """bool[M], whether the move takes arithmetic."""
-        return (self.source_scale != 1.0) | (self.target_scale != 1.0)
-
     def take(self, rows) -> 'Moves':
         """The moves that a numpy index, mask or slice picks."""
         return Moves(*(getattr(self, field.name)[rows] for field in fields(self)))

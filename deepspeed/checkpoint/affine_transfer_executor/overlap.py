@@ -60,11 +60,6 @@ class Region:
         return False
 
 
-def hulls_meet(one: Region, other: Region) -> bool:
-    """Whether the address ranges from first to last byte meet."""
-    return one.device == other.device and one.start < other.stop and other.start < one.stop
-
-
 def clashes(ones: Sequence[Region], others: Sequence[Region]) -> Iterator[Tuple[int, int]]:
     """Index pairs, one of each, that are not proved to share no byte."""
     # One proof over everything is much cheaper than one per pair: views of one buffer may all have meeting hulls.
@@ -150,9 +145,9 @@ def meeting_pairs(ones: Sequence[Region], others: Sequence[Region]) -> List[Tupl
     for start, side, index in events:
         for which in (0, 1):
             active[which][:] = [held for held in active[which] if sides[which][held].stop > start]
+        # Their hulls all contain this address, but perhaps on another device.
         for held in active[1 - side]:
-            pair = (held, index) if side else (index, held)
-            if hulls_meet(ones[pair[0]], others[pair[1]]):
-                pairs.append(pair)
+            if sides[1 - side][held].device == sides[side][index].device:
+                pairs.append((held, index) if side else (index, held))
         active[side].append(index)
     return pairs
