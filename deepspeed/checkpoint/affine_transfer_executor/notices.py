@@ -7,7 +7,6 @@ The store is not the way the data goes, so it still answers when a connection is
 not come, and where a failure began. All of it is best effort; a transfer is correct without it.
 """
 
-from dataclasses import dataclass, field
 from typing import Any, Callable, List, Optional
 
 from deepspeed.checkpoint.affine_transfer_executor.patience import Silent, within
@@ -17,7 +16,6 @@ PATIENCE = 5.0
 BROKEN = 'broken'
 
 
-@dataclass(frozen=True)
 class NoticeBoard:
     """The notes of one group.
 
@@ -25,9 +23,11 @@ class NoticeBoard:
         store: a torch.distributed Store which only this group's notes are in, or None: then nothing is noted.
         rank: this process in the group.
     """
-    store: Any
-    rank: int
-    _silent: List[bool] = field(default_factory=list)
+
+    def __init__(self, store: Any, rank: int):
+        self.store = store
+        self.rank = rank
+        self._silent = False
 
     def arrive(self) -> None:
         """Count one more transfer that this process has begun."""
@@ -59,7 +59,7 @@ class NoticeBoard:
             return within(PATIENCE, question)
         except Silent:
             # Nobody waits for it again: the data goes another way, and may go well.
-            self._silent.append(True)
+            self._silent = True
         except Exception:
             # The process that keeps the store may be the one that died.
             return None
