@@ -36,4 +36,4 @@ __all__ = [
     'zero3_partition_map'
 ]
 
-globals().update(newer_names(__name__, __file__))
+globals().update(newer_names())

@@ -20,17 +20,13 @@ NEWEST_TESTED = (0, 19, 8)
 CHOICE = 'DEEPSPEED_AFFINE'
 
 
-def newer_names(name: str, file: str) -> Dict[str, Any]:
+def newer_names() -> Dict[str, Any]:
     """The names of DeepSpeed's own module, where DeepSpeed is newer than those tested; else none.
-
-    Args:
-        name: of the package, such as ``deepspeed.checkpoint.affine``.
-        file: of its ``__init__``.
 
     Warns:
         RuntimeWarning: DeepSpeed's own module is handed out.
     """
-    package = pathlib.Path(file).resolve().parent
+    package = pathlib.Path(__file__).resolve().parent
     sibling = package.with_suffix('.py')
     if os.environ.get(CHOICE) == 'ours' or not sibling.exists():
         return {}
@@ -39,12 +35,13 @@ def newer_names(name: str, file: str) -> Dict[str, Any]:
         return {}
     tested = '.'.join(map(str, NEWEST_TESTED))
     warnings.warn(
-        f'DeepSpeed {version} is newer than {tested}, the newest that deepspeed-affine was tested with, so {name} '
-        'is the module of DeepSpeed itself. Planner and executor of deepspeed-affine go on with its own maps, which '
-        f'are in the modules of that package, such as {name}.constructors. Set {CHOICE}=ours to use them everywhere.',
+        f'DeepSpeed {version} is newer than {tested}, the newest that deepspeed-affine was tested with, so '
+        f'{__package__} is the module of DeepSpeed itself. Planner and executor of deepspeed-affine go on with its '
+        f'own maps, which are in the modules of that package, such as {__package__}.constructors. Set {CHOICE}=ours '
+        'to use them everywhere.',
         RuntimeWarning,
         stacklevel=3)
-    return _names_of(name, sibling)
+    return _names_of(sibling)
 
 
 def _version_beside(site: pathlib.Path) -> str:
@@ -62,9 +59,9 @@ def _numbers(version: str) -> Tuple[int, ...]:
     return tuple(int(part) for part in re.match(r'(?:\d+(?:\.\d+)*)?', version).group().split('.') if part)
 
 
-def _names_of(name: str, path: pathlib.Path) -> Dict[str, Any]:
-    # Under its own name, so that what it defines is found again when it is unpickled.
-    spec = importlib.util.spec_from_file_location(name, path)
+def _names_of(path: pathlib.Path) -> Dict[str, Any]:
+    # Under this package's name, so that what it defines is found again when it is unpickled.
+    spec = importlib.util.spec_from_file_location(__package__, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return {key: value for key, value in vars(module).items() if not (key.startswith('__') and key.endswith('__'))}
