@@ -5,15 +5,16 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel, WaitFailed
 from deepspeed.checkpoint.affine_transfer_executor.digest import PROTOCOL_VERSION
 from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, Explained,
-                                                                  TransferBrokenError)
+                                                                  TransferBrokenError, described)
 
 # The size of a row never changes, in any version: a gloo receive of another size aborts the process.
 ROW = 32
@@ -35,17 +36,29 @@ class Position:
     Attributes:
         doing: one of DOINGS.
         terms: name of what must agree -> 16 bytes that stand for it; None where this process cannot go on.
-        reason: then, why it cannot.
+        reasons: then, why it cannot.
         facts: up to eight integers for the others to know.
         if_refused, if_broken: what it means for the transfer and for the targets of this process, if the processes
             do not agree, or if not all of them come.
     """
     doing: str
     terms: Optional[Mapping] = None
-    reason: str = ''
+    reasons: Sequence[str] = ()
     facts: Tuple[int, ...] = ()
     if_refused: str = REFUSED_BEFORE
     if_broken: str = BROKE_BEFORE
+
+
+@contextmanager
+def attempting(channel: Channel) -> Iterator[List[str]]:
+    """Do what is inside, and go on to the agreement however it fails: the others wait there, and must hear that this
+    process cannot take part. Gives the reasons: none, or what was raised."""
+    reasons: List[str] = []
+    with channel.ending(BROKE_BEFORE):
+        try:
+            yield reasons
+        except Exception as error:
+            reasons.append(described(error))
 
 
 def agree(channel: Channel, position: Position, timeout: float) -> List[Tuple[int, ...]]:
@@ -64,7 +77,7 @@ def agree(channel: Channel, position: Position, timeout: float) -> List[Tuple[in
         TransferBrokenError: on those that came, if some do not come in time; the group has ended.
     """
     # Made before the first exchange: whoever takes part in it must be able to take part in the second.
-    row, text = _row(position), _encoded(position.reason)
+    row, text = _row(position), _encoded('; '.join(position.reasons))
     with channel.ending(position.if_broken):
         rows, texts = _exchange(channel, position.doing, row, text, timeout)
         objection = _objection(position, rows, texts)

@@ -14,11 +14,11 @@ from deepspeed.checkpoint.affine_transfer.endpoints import TransferEndpoints
 from deepspeed.checkpoint.affine_transfer.model_plan import ModelPlan
 from deepspeed.checkpoint.affine_transfer.plan import TransferPlan
 from deepspeed.checkpoint.affine_transfer_executor.agreement import (BROKE_BEFORE, COMPILE, REFUSED_BEFORE, Position,
-                                                                     agree, named, refuse_broken)
+                                                                     agree, attempting, named, refuse_broken)
 from deepspeed.checkpoint.affine_transfer_executor.batch import Batch, check_names
 from deepspeed.checkpoint.affine_transfer_executor.channel import Channel, WaitFailed
 from deepspeed.checkpoint.affine_transfer_executor.digest import hash_of
-from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, Explained, described)
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained
 from deepspeed.checkpoint.affine_transfer_executor.links import link_hashes, rounds_of
 from deepspeed.checkpoint.affine_transfer_executor.options import DEFAULT_TIMEOUT, Options
 from deepspeed.checkpoint.affine_transfer_executor.prepare import prepare
@@ -163,36 +163,28 @@ def _compile(make: Callable[[], Batch], endpoints: TransferEndpoints, group, opt
         return compile_local(make(), endpoints, Options(**options), arrange)
     channel = Channel.of(group)
     refuse_broken(channel)
-    checked, terms, facts, reason = Options(), None, (), ''
-    with channel.ending(BROKE_BEFORE):
-        try:
-            checked = Options(**options)
-            prepared = prepare(make(), endpoints, checked, channel.rank, channel.size)
-            hashes = link_hashes(prepared.links, prepared.moves, channel.rank)
-            # Process 0 says which compilation this is: programs of equal layout must not meet each other's messages.
-            number = int.from_bytes(os.urandom(8), 'little') >> 2
-            facts = (prepared.links.most_operations, *(sum(side.values()) % 2**62 for side in hashes), number)
-            terms = prepared.terms
-        except Exception as error:
-            # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
-            reason = described(error)
-    everyone = agree(channel, Position(COMPILE, terms, reason, facts), checked.timeout)
+    checked, terms, facts = Options(), None, ()
+    with attempting(channel) as reasons:
+        checked = Options(**options)
+        prepared = prepare(make(), endpoints, checked, channel.rank, channel.size)
+        hashes = link_hashes(prepared.links, prepared.moves, channel.rank)
+        # Process 0 says which compilation this is: programs of equal layout must not meet each other's messages.
+        number = int.from_bytes(os.urandom(8), 'little') >> 2
+        facts = (prepared.links.most_operations, *(sum(side.values()) % 2**62 for side in hashes), number)
+        terms = prepared.terms
+    everyone = agree(channel, Position(COMPILE, terms, reasons, facts), checked.timeout)
     sent, received = (sum(row[place] for row in everyone) % 2**62 for place in (1, 2))
     if sent != received:
         _refuse_links(channel, *hashes, checked.timeout)
     message_bytes = _message_bytes(checked, max(row[0] for row in everyone), prepared.widest)
     digest = hash_of([*terms.values(), message_bytes, sent, everyone[0][3]])
-    program, reason = None, ''
-    with channel.ending(BROKE_BEFORE):
-        try:
-            rounds = rounds_of(prepared.links, prepared.moves, checked.budget.direct_bytes, message_bytes)
-            stream = side_stream(channel.device)
-            recipe = Recipe(channel, channel.rank, endpoints, checked, message_bytes, rounds, digest, stream, arrange)
-            program = TransferProgram(recipe, prepared)
-        except Exception as error:
-            # There may be no room for staging memory or shadows here alone.
-            reason = described(error)
-    agree(channel, Position(COMPILE, None if program is None else {'programs': digest}, reason), checked.timeout)
+    # There may be no room for staging memory or shadows here alone.
+    with attempting(channel) as reasons:
+        rounds = rounds_of(prepared.links, prepared.moves, checked.budget.direct_bytes, message_bytes)
+        stream = side_stream(channel.device)
+        recipe = Recipe(channel, channel.rank, endpoints, checked, message_bytes, rounds, digest, stream, arrange)
+        program = TransferProgram(recipe, prepared)
+    agree(channel, Position(COMPILE, None if reasons else {'programs': digest}, reasons), checked.timeout)
     return program
 
 
@@ -233,7 +225,7 @@ def _refuse_links(channel: Channel, sent: Dict[int, int], received: Dict[int, in
                 theirs = torch.stack(rows)[:, channel.rank - low]
     wrong = [peer for peer, value in enumerate(theirs.tolist()) if value != received.get(peer, 0)]
     reason = f'its plan lists other segments for what it receives from {named(wrong)} than the sender\'s does'
-    agree(channel, Position(COMPILE, None if wrong else {}, reason), timeout)
+    agree(channel, Position(COMPILE, None if wrong else {}, [reason]), timeout)
 
 
 def _by_name(names: Sequence[str], side: str, buffers: Mapping) -> List[Mapping]:

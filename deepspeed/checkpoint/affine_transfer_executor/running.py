@@ -10,11 +10,11 @@ from typing import Deque, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 
-from deepspeed.checkpoint.affine_transfer_executor.agreement import (BROKE_BEFORE, ROW, RUN, SWITCH, VERIFY, Position,
-                                                                     agree, named, numbers, refuse_broken)
+from deepspeed.checkpoint.affine_transfer_executor.agreement import (ROW, RUN, SWITCH, VERIFY, Position, agree,
+                                                                     attempting, named, numbers, refuse_broken)
 from deepspeed.checkpoint.affine_transfer_executor.channel import Pending, WaitFailed
 from deepspeed.checkpoint.affine_transfer_executor.copies import Copies
-from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained, described
+from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError, Explained
 from deepspeed.checkpoint.affine_transfer_executor.report import TransferStats
 from deepspeed.checkpoint.affine_transfer_executor.rounds import IN_FLIGHT, SLOTS, BoundRound, Stage
 from deepspeed.checkpoint.affine_transfer_executor.streams import beside
@@ -50,6 +50,7 @@ class _Run:
         self.recipe = recipe
         self.bound = bound
         self.channel = recipe.channel
+        self.terms = {'programs': recipe.digest}
         self.rounds: List[BoundRound] = [item for stage in bound.stages for item in stage.rounds]
         self.seconds: Dict[str, float] = dict.fromkeys(
             ('agree', 'pack', 'post', 'local', 'wait', 'unpack', 'verify', 'switch'), 0.0)
@@ -60,23 +61,16 @@ class _Run:
 
     def agree(self) -> List[Tuple[int, ...]]:
         """Everybody's bytes sent, bytes received and rounds, once all are known to run the same program."""
-        reason = ''
         mine = self.sent, self.received, len(self.rounds)
         if self.channel is None:
             self.bound.bindings.check()
             return [mine]
         with self.timed('agree'):
             refuse_broken(self.channel)
-            terms = None
-            with self.channel.ending(BROKE_BEFORE):
-                try:
-                    self.channel.check_open()
-                    self.bound.bindings.check()
-                    terms = {'programs': self.recipe.digest}
-                except Exception as error:
-                    # Of any kind: the others wait in the agreement, and must hear that this process cannot take part.
-                    reason = described(error)
-            return self._agree(Position(RUN, terms, reason, mine))
+            with attempting(self.channel) as reasons:
+                self.channel.check_open()
+                self.bound.bindings.check()
+            return self._agree(Position(RUN, None if reasons else self.terms, reasons, mine))
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -115,8 +109,8 @@ class _Run:
                 raise AffineTransferExecutionError(f'{refusal}: {"; ".join(wrong[:NAMED])}')
         elif staged or verified:
             position = Position(VERIFY if verified else SWITCH,
-                                None if wrong else {'programs': self.recipe.digest},
-                                '; '.join(wrong[:NAMED]),
+                                None if wrong else self.terms,
+                                wrong[:NAMED],
                                 if_refused=refusal,
                                 if_broken=BROKE_STAGED if staged else BROKE)
             with self.timed('agree'):
