@@ -17,8 +17,7 @@ from deepspeed.checkpoint.affine_transfer.segments import SegmentColumns
 from deepspeed.checkpoint.affine_transfer_executor.aliases import check_memory
 from deepspeed.checkpoint.affine_transfer_executor.batch import Batch, check_buffers, parameter_name
 from deepspeed.checkpoint.affine_transfer_executor.buffers import Shard
-from deepspeed.checkpoint.affine_transfer_executor.digest import (PROTOCOL_VERSION, budget_bytes, endpoints_bytes,
-                                                                  hash_of)
+from deepspeed.checkpoint.affine_transfer_executor.digest import budget_bytes, endpoints_bytes, hash_of
 from deepspeed.checkpoint.affine_transfer_executor.dtypes import check_dtypes
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
 from deepspeed.checkpoint.affine_transfer_executor.links import Links, links_of
@@ -92,6 +91,23 @@ def prepare(batch: Batch, endpoints: TransferEndpoints, options: Options, rank: 
     """
     if not isinstance(endpoints, TransferEndpoints):
         raise AffineTransferExecutionError(f'endpoints are a {type(endpoints).__name__}; expected TransferEndpoints')
+    requests = _requests(batch, endpoints, rank, size)
+    widest = max((request.width for request in requests), default=1)
+    budget = options.budget
+    if budget.bytes_per_peer < widest:
+        raise AffineTransferExecutionError(f'bytes_per_peer is {budget.bytes_per_peer}; one element takes {widest}')
+    check_memory(requests, rank)
+    multicast = options.multicast == 'auto' and batch.is_whole
+    moves = Moves.of(requests)
+    if multicast:
+        _check_nodes(options.nodes, moves)
+        moves = pass_on(moves, options.nodes)
+    moves = moves.of_process(rank)
+    links = links_of(moves, rank, size, budget.direct_bytes, budget.operations)
+    return Prepared(requests, moves, links, widest, _terms(batch, requests, endpoints, options, multicast))
+
+
+def _requests(batch: Batch, endpoints: TransferEndpoints, rank: int, size: int) -> Tuple[PreparedRequest, ...]:
     names = [parameter_name(request, index) for index, request in enumerate(batch.requests)]
     # Parameters of one geometry share their plan.
     ends: Dict[Tuple, Ends] = {}
@@ -107,36 +123,20 @@ def prepare(batch: Batch, endpoints: TransferEndpoints, options: Options, rank: 
         for side in ('source', 'target'):
             one = _with_side(one, side, getattr(request, f'{side}_buffers'), endpoints, rank)
         prepared.append(one)
-    widest = max((request.width for request in prepared), default=1)
-    budget = options.budget
-    if budget.bytes_per_peer < widest:
-        raise AffineTransferExecutionError(f'bytes_per_peer is {budget.bytes_per_peer}; one element takes {widest}')
-    check_memory(prepared, rank)
-    multicast = options.multicast == 'auto' and batch.is_whole
-    moves = Moves.of(prepared)
-    if multicast:
-        _check_nodes(options.nodes, moves)
-        moves = pass_on(moves, options.nodes)
-    moves = moves.of_process(rank)
-    links = links_of(moves, rank, size, budget.direct_bytes, budget.operations)
-    terms = {
-        'names':
-        hash_of(names),
-        'plans':
-        hash_of(batch.plans),
-        'endpoints':
-        endpoints_bytes(endpoints),
-        'dtypes':
-        hash_of(part for request in prepared for part in (request.source_dtype, request.target_dtype)),
-        'staging budget':
-        hash_of([PROTOCOL_VERSION, budget_bytes(budget)]),
-        'options':
-        hash_of([
-            multicast, options.staged, options.verify,
-            sorted(options.nodes.items()) if multicast and options.nodes else None
-        ]),
+    return tuple(prepared)
+
+
+def _terms(batch: Batch, requests: Sequence[PreparedRequest], endpoints: TransferEndpoints, options: Options,
+           multicast: bool) -> Dict[str, bytes]:
+    nodes = sorted(options.nodes.items()) if multicast and options.nodes else None
+    return {
+        'names': hash_of(request.name for request in requests),
+        'plans': hash_of(batch.plans),
+        'endpoints': endpoints_bytes(endpoints),
+        'dtypes': hash_of(part for request in requests for part in (request.source_dtype, request.target_dtype)),
+        'staging budget': budget_bytes(options.budget),
+        'options': hash_of([multicast, options.staged, options.verify, nodes]),
     }
-    return Prepared(tuple(prepared), moves, links, widest, terms)
 
 
 def _check_nodes(nodes: Optional[Mapping], moves: Moves) -> None:
