@@ -38,6 +38,7 @@ def autoep_maps(engine_or_module, *, expert_parallel_groups=None):
         ``{name: HeldParameter}``, logical shapes ``(experts, ...)``.
 
     Raises:
+        TypeError: as for ``autoep_placement_map``.
         ValueError: no AutoEP layer, or one that ``deepspeed.initialize`` has not given its group; a placement that is
             none, or that disagrees with what this rank holds; groups that are not those of the model.
 
@@ -85,7 +86,7 @@ def autoep_placement_map(placement, logical_shape):
         ``ParamAffineMap`` in canonical form; its locations are the placement's ranks.
 
     Raises:
-        TypeError: ranks or experts that are no integers.
+        TypeError: a placement that is no mapping; numbers, ranks or experts that are no integers.
         ValueError: a placement of another version or that contradicts itself, an expert that no rank holds, a shape
             that does not begin with the number of experts.
 

@@ -138,6 +138,7 @@ class ServerLayout:
             source_dtype, target_dtype: of trainer and server. Default: both alike.
 
         Raises:
+            TypeError: ``source_maps`` is no mapping.
             ValueError: a parameter that has no source map, or no place in the server.
         """
         missing = [name for name in self.parts if name not in mapping(source_maps, 'source_maps')]
@@ -164,6 +165,7 @@ class ServerLayout:
             Hugging Face parameter name -> ``{location: tensor}``, for all names of ``parts``.
 
         Raises:
+            TypeError: ``tensors``, or what it has for a name, is no mapping.
             ValueError: a name or a location that the layout does not have, a tensor that is missing at a location
                 which has others, a tensor of another shape.
         """
@@ -213,6 +215,7 @@ def server_layout(model, tp_degree, *, vocab_multiple=64, locations=None):
         ``ServerLayout``.
 
     Raises:
+        TypeError: a model that is no ``DecoderModel``; a degree, multiple or location that is no integer.
         ValueError: a tensor-parallel degree that does not divide the heads, the intermediate size or the padded
             vocabulary; key/value heads that neither divide it nor are divided by it; a location that comes twice.
 

@@ -74,7 +74,8 @@ def agree(channel: Channel, position: Position, timeout: float) -> List[Tuple[in
 
     Raises:
         AffineTransferExecutionError: on every process in the same words, if any refuses or differs.
-        TransferBrokenError: on those that came, if some do not come in time; the group has ended.
+        TransferBrokenError: on those that came, if some do not come in time or a connection is lost; the group has
+            ended.
     """
     # Made before the first exchange: whoever takes part in it must be able to take part in the second.
     row, text = _row(position), _encoded('; '.join(position.reasons))
@@ -177,7 +178,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def refuse_broken(channel: Channel) -> None:
-    """Raise AffineTransferExecutionError if the group has broken before."""
+    """Raise TransferBrokenError if the group has broken before."""
     broken = channel.board.broken()
     if broken is not None:
         raise TransferBrokenError('this group cannot be used any more, so the transfer was refused before it '

@@ -24,6 +24,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """Its number of elements."""
         return math.prod(self.shape)
 
     def box(self, origin: Tuple[int, ...], extent: Tuple[int, ...]) -> 'Piece':
@@ -69,6 +70,7 @@ class Shard:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor."""
         return self.tensor.numel()
 
     @cached_property

@@ -74,8 +74,8 @@ def compile_transfer(plan: Union[ModelPlan, TransferPlan],
             sender. It takes plans of all processes; with a plan of one process, and with ``off``, each receives
             all from the source.
         nodes: process -> node, for ``multicast``: then bytes leave a node once, rather than a process.
-        progress: called with bytes done and bytes in all, of this process, after every round. What it raises ends the
-            transfer for all.
+        progress: called with bytes done and bytes in all, of this process, after every round and after the local
+            copies that are made meanwhile. What it raises ends the transfer for all.
 
     Returns:
         The program.

@@ -5,9 +5,10 @@
 
 
 class AffineTransferExecutionError(ValueError):
-    """A transfer that was refused before it began, or that broke while it ran; the message says which.
+    """A transfer that was refused before it began, was found wrong, or broke while it ran; the message says which.
 
     Refused: every process of the group raises it, no target has changed and the group can be used again.
+    Found wrong, with ``verify``: likewise, but targets have changed, unless they are ``staged``.
     Broken (a peer died or was late): that is a TransferBrokenError; targets may be partly written.
     """
 

@@ -51,8 +51,10 @@ def execute_transfer(plan: TransferPlan,
         What this process did.
 
     Raises:
-        AffineTransferExecutionError: refused before it began, on every process alike, with no target changed;
-            or (TransferBrokenError) broken by a process that died or was late, with targets partly written.
+        AffineTransferExecutionError: refused before it began, on every process alike, with no target changed. With
+            ``verify`` also where targets are not what was sent; they have changed then, unless they are ``staged``.
+        TransferBrokenError: broken by a process that died or was late, with targets partly written, unless they are
+            ``staged``.
 
     Example::
 
