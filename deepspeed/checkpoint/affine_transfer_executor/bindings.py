@@ -39,8 +39,8 @@ class Bindings:
         for name, tensor, (address, numel, stride) in zip(self.names, self.tensors, was):
             if (tensor.data_ptr(), tensor.numel(), tensor.stride()) != (address, numel, stride):
                 raise AffineTransferExecutionError(
-                    f'{name} had {numel} elements at {address:#x} with strides {stride} when the program was compiled, '
-                    f'and has {tensor.numel()} at {tensor.data_ptr():#x} with strides {tensor.stride()}. Give the '
+                    f'{name} had {numel} elements at {address:#x} with strides {stride} when the program was '
+                    f'compiled, and has {tensor.numel()} at {tensor.data_ptr():#x} with strides {tensor.stride()}. Give the '
                     'program its new buffers with rebind, or compile it again')
 
 

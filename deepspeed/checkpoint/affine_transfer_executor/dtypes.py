@@ -15,8 +15,8 @@ def check_dtypes(source: torch.dtype, target: torch.dtype, scaled: bool) -> None
     """Require that values of ``source`` may become values of ``target``.
 
     Raises:
-        AffineTransferExecutionError: a dtype that torch cannot copy, a cast that is not between floating point dtypes or between
-            complex ones, or a scale on a dtype that has no division.
+        AffineTransferExecutionError: a dtype that torch cannot copy, a cast that is not between floating point dtypes
+            or between complex ones, or a scale on a dtype that has no division.
     """
     for dtype in (source, target):
         if not is_movable(dtype):

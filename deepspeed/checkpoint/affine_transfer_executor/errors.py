@@ -14,7 +14,8 @@ class AffineTransferExecutionError(ValueError):
 
 
 class TransferBrokenError(AffineTransferExecutionError):
-    """A transfer that broke: its group cannot be used again, nor a program that was compiled for it."""
+    """A transfer that broke: its group cannot be used again, nor a program that was compiled for it. Or a program that
+    cannot be used again, for the reason that the message gives."""
 
 
 class Explained(Exception):

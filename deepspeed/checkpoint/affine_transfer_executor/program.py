@@ -91,7 +91,7 @@ class TransferProgram:
     def __init__(self, recipe: Recipe, prepared: Prepared):
         self._recipe = recipe
         self._bound = _bind(recipe, prepared)
-        self._broken = ''
+        self._unusable = ''
 
     def run(self) -> TransferStats:
         """Transfer once.
@@ -111,9 +111,7 @@ class TransferProgram:
                 train()
                 program.run()
         """
-        if self._broken:
-            raise TransferBrokenError(f'this program cannot be used any more: {self._broken}. Compile it for a new '
-                                      'group')
+        self._check_usable()
         try:
             stats = run_once(self._recipe, self._bound)
             # Autograd is to notice that weights have changed which a backward pass still needs.
@@ -123,10 +121,11 @@ class TransferProgram:
         except BaseException as error:
             refused = isinstance(error, AffineTransferExecutionError) and not isinstance(error, TransferBrokenError)
             if self._recipe.channel is not None and not refused:
-                self._broken = described(error)
+                how = described(error)
+                self._unusable = f'{how}. Compile it for a new group'
                 if not isinstance(error, TransferBrokenError):
                     # An interrupt, wherever it came: the others must not wait for this process.
-                    self._recipe.channel.leave(BROKE, f'process {self._recipe.rank} {self._broken}')
+                    self._recipe.channel.leave(BROKE, f'process {self._recipe.rank} {how}')
             raise
 
     def rebind(self, source_buffers=None, target_buffers=None) -> None:
@@ -138,6 +137,9 @@ class TransferProgram:
 
         Raises:
             AffineTransferExecutionError: something does not fit; the program keeps the buffers that it has.
+            TransferBrokenError: the program broke before, or an earlier ``rebind`` found no memory.
+            RuntimeError, MemoryError: there is no memory for what the program stages. It has no buffers then, and all
+                processes must compile it again; their group is as it was.
 
         Example::
 
@@ -147,8 +149,7 @@ class TransferProgram:
             None if buffers is None else self._recipe.arrange(side, buffers)
             for side, buffers in (('source', source_buffers), ('target', target_buffers))
         ]
-        if self._broken:
-            raise TransferBrokenError(f'this program cannot be used any more: {self._broken}')
+        self._check_usable()
         prepared = with_buffers(self._bound.prepared, *sides, self._recipe.endpoints, self._recipe.rank)
         # The old memory is given back before new memory is taken.
         kept, self._bound = self._bound.prepared, None
@@ -159,14 +160,18 @@ class TransferProgram:
             raise
 
     def _bind_again(self, kept: Prepared, reason: str) -> Bound:
-        """The memory that was given back a moment ago; should it be gone, the others must not wait for this process."""
+        """With the memory that was given back a moment ago. Should it be gone, the others must not wait."""
         try:
             return _bind(self._recipe, kept)
         except BaseException:
-            self._broken = f'it has no memory any more: {reason}'
+            self._unusable = f'it has no memory any more: {reason}. Compile it again'
             if self._recipe.channel is not None:
                 self._recipe.channel.leave(BROKE_BEFORE, f'process {self._recipe.rank} lost its buffers: {reason}')
             raise
+
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise TransferBrokenError(f'this program cannot be used any more: {self._unusable}')
 
 
 # Weights may have been made in inference mode, where only inference mode may write to them.
