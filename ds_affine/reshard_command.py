@@ -4,6 +4,7 @@
 """The command `ds_affine reshard`: choose a layout, say what will be written, write it."""
 
 import contextlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def _layout(options, held, parameters, dtypes):
     missing = [name for name in server.parts if name not in held]
     if missing:
         raise ValueError(f"{options.source}: has no {missing[0]!r}, which a model of this configuration has")
+    if options.fused and (options.include or options.exclude):
+        raise ValueError("--fused stores a whole model; leave out --include and --exclude")
     if options.fused:
         return server_disk_layout(server, degree, dtypes)
     places = {name: Place(part.target_map, name) for name, part in server.parts.items() if name in parameters}
@@ -81,7 +84,7 @@ def _say(options, checkpoint, layout):
 @contextlib.contextmanager
 def _progress(quiet):
     """What to call with bytes done and bytes in all; None where nobody looks."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield None
         return
     from deepspeed.checkpoint.affine_transfer_executor.progress import progress_bar

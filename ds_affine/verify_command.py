@@ -20,7 +20,7 @@ def run(options):
     """Return 0 when all parameters are in both and equal, 1 when not, 2 when a checkpoint cannot be read."""
     try:
         first, second = (open_checkpoint(path).parameters for path in (options.first, options.second))
-        names = [name for name in {**first, **second} if is_chosen(name, options.include, options.exclude)]
+        names = [name for name in to_compare(first, second) if is_chosen(name, options.include, options.exclude)]
         found = [(name, difference(first.get(name), second.get(name))) for name in names]
     except (ValueError, OSError) as error:
         print(f"ds_affine verify: {error}", file=sys.stderr)
@@ -33,6 +33,16 @@ def run(options):
         print(f"{name}: {what}")
     print(f"{len(names) - len(wrong)} of {len(names)} parameters are the same in {options.first} and {options.second}")
     return 1 if wrong else 0
+
+
+def to_compare(first, second):
+    """Names of both; of a tied parameter further ones only where both have them, as most formats store it once."""
+    return [
+        name for name in {
+            **first,
+            **second
+        } if name in first and name in second or not (first.get(name) or second[name]).tied_to
+    ]
 
 
 def difference(one, other):

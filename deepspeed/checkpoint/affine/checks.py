@@ -25,7 +25,7 @@ def integer(value, what):
     """Return ``value`` as a plain int; ``what`` names it in messages.
 
     Raises:
-        TypeError: anything that is no integer.
+        TypeError: anything that is no integer; a bool counts as none.
 
     Example::
 
@@ -33,6 +33,8 @@ def integer(value, what):
         3
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise TypeError(f'{what} must be an integer, but it is {shown(value)}.') from None
@@ -49,6 +51,19 @@ def integers(values, what):
     except TypeError:
         raise TypeError(f'{what} must be a sequence of integers, but it is {shown(values)}.') from None
     return tuple(integer(item, f'{what}[{index}]') for index, item in enumerate(items))
+
+
+def groups(values, what):
+    """Return ``values`` as a tuple of tuples of plain ints; ``what`` names them in messages.
+
+    Raises:
+        TypeError: no sequence of sequences of integers.
+    """
+    try:
+        rows = tuple(values)
+    except TypeError:
+        raise TypeError(f'{what} must be a sequence of sequences of integers, but it is {shown(values)}.') from None
+    return tuple(integers(row, f'{what}[{index}]') for index, row in enumerate(rows))
 
 
 def span(shape):

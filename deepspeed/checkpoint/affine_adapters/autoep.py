@@ -8,7 +8,7 @@ DeepSpeed 0.19.8's ``deepspeed/module_inject/auto_ep_layer.py`` keeps the expert
 which it has them. ``deepspeed/checkpoint/autoep_affine.py`` says what a placement is.
 """
 
-from deepspeed.checkpoint.affine.checks import integer, integers, listed, mapping, sizes
+from deepspeed.checkpoint.affine.checks import integer, integers, listed, mapping, rank_count, shown, sizes
 from deepspeed.checkpoint.affine.constructors import block_gather_map
 from deepspeed.checkpoint.affine.union import union_affine_maps
 from deepspeed.checkpoint.affine_adapters.held import describe_each, module_of
@@ -121,10 +121,13 @@ def _experts_by_rank(placement):
     if placement.get('version') != _PLACEMENT_VERSION:
         raise ValueError(f'The placement has version {placement.get("version")!r}, but only {_PLACEMENT_VERSION} is '
                          'known; upgrade deepspeed-affine.')
-    count = integer(placement.get('num_experts'), 'num_experts of the placement')
-    experts = {}
-    for entry in placement.get('ranks', ()):
-        rank = integer(entry.get('rank'), 'a rank of the placement')
+    count = rank_count(placement.get('num_experts'), 'num_experts of the placement')
+    ranks = rank_count(placement.get('ep_size'), 'ep_size of the placement')
+    experts, entries = {}, placement.get('ranks')
+    if not isinstance(entries, (list, tuple)):
+        raise TypeError(f'ranks of the placement must be a list, but it is {shown(entries)}.')
+    for index, entry in enumerate(entries):
+        rank = integer(mapping(entry, f'ranks[{index}] of the placement').get('rank'), 'a rank of the placement')
         ids = integers(entry.get('experts'), f'the experts of rank {rank}')
         if rank in experts:
             raise ValueError(f'The placement lists rank {rank} twice.')
@@ -132,9 +135,9 @@ def _experts_by_rank(placement):
             raise ValueError(f'Rank {rank} of the placement has the experts {list(ids)}; they must be different ones '
                              f'of 0 to {count - 1}.')
         experts[rank] = ids
-    if sorted(experts) != list(range(placement.get('ep_size', -1))):
-        raise ValueError(f'The placement lists the ranks {listed(sorted(experts))}; with ep_size '
-                         f'{placement.get("ep_size")!r} they must be 0 to ep_size - 1.')
+    if len(experts) != ranks or sorted(experts) != list(range(ranks)):
+        raise ValueError(f'The placement lists the ranks {listed(sorted(experts))}; with ep_size {ranks} they must be '
+                         '0 to ep_size - 1.')
     missing = sorted(set(range(count)).difference(*experts.values()))
     if missing:
         raise ValueError(f'No rank of the placement holds the experts {listed(missing)}.')

@@ -28,7 +28,16 @@ def open_checkpoint(path):
 
         {name: held.layout for name, held in open_checkpoint('checkpoints').parameters.items()}
     """
-    folder = Path(path)
+    try:
+        return _opened(Path(path))
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError) as error:
+        # Files are not trusted, and each of their values may be anything.
+        raise CheckpointError(f'{path}: holds what no checkpoint of its kind holds: {error}') from error
+
+
+def _opened(folder):
     if not folder.is_dir():
         raise CheckpointError(f'{folder}: is no folder; expected that of a checkpoint.')
     if (folder / 'latest').is_file():

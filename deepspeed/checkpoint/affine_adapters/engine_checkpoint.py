@@ -11,12 +11,12 @@ from typing import Dict, Optional
 import torch
 
 from deepspeed.checkpoint.affine.composition import compose
-from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
 from deepspeed.checkpoint.affine_adapters.rank_files import RankFiles, rank_files
 from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError
-from deepspeed.checkpoint.affine_adapters.zero_files import flat_trained, zero3_frozen, zero3_trained
+from deepspeed.checkpoint.affine_adapters.zero_files import flat_trained, zero3_trained
 
 
 def engine_checkpoint(folder):
@@ -65,8 +65,8 @@ class _Shard:
 def _read_shard(files: RankFiles, rank):
     model = files.load('model', rank, 0)
     maps = (model.get('universal_checkpoint_info') or {}).get('affine_map')
-    if not files.has_optimizer(rank):
-        return _Shard('without ZeRO', 1, _with_whole(model, {}, model.get('module') or {}), {}, maps)
+    if not files.has_optimizer:
+        return _Shard('without ZeRO', 1, with_whole(model, {}, model.get('module') or {}), {}, maps)
     first = files.load('optim', rank, 0)
     world_size = _world_size(first, files.path('optim', rank, 0))
     states = [first] + [files.load('optim', rank, data_rank) for data_rank in range(1, world_size)]
@@ -78,20 +78,12 @@ def _read_shard(files: RankFiles, rank):
     if stage != 3:
         trained = flat_trained(shapes, states, paths)
         _check_places(trained, module, files.path('model', rank, 0))
-        return _Shard(f'ZeRO-{stage} over {world_size}', world_size, _with_whole(model, trained, module), {}, maps)
-    models = [model] + [files.load('model', rank, data_rank) for data_rank in range(1, world_size)]
-    model_paths = [files.path('model', rank, data_rank) for data_rank in range(world_size)]
-    cut = {
+        return _Shard(f'ZeRO-{stage} over {world_size}', world_size, with_whole(model, trained, module), {}, maps)
+    held = with_whole(model, {
         **zero3_trained(shapes, states, paths),
-        **zero3_frozen(model.get('frozen_param_shapes') or {}, models, model_paths)
-    }
-    buffers = {name: module[name] for name in model.get('buffer_names') or [] if name in module}
-    held = _with_whole(model, cut, buffers)
-    left_out = {
-        name: 'ZeRO-3 saved nothing under this name, which may be a further one of a tied parameter'
-        for name in module if name not in held
-    }
-    return _Shard(f'ZeRO-3 over {world_size}', world_size, held, left_out, maps)
+        **frozen_of(files, rank, model, world_size)
+    }, buffers_of(model))
+    return _Shard(f'ZeRO-3 over {world_size}', world_size, held, left_out(model, held), maps)
 
 
 def _world_size(state, path):
@@ -116,20 +108,6 @@ def _check_places(trained, module, path):
                 raise CheckpointError(f'{path}: the optimizer begins parameter {name!r} with {master.item():g}, the '
                                       f'module with {whole.item():g}. With round_robin_gradients DeepSpeed saves '
                                       'wrong places of parameters; train and save without it.')
-
-
-def _with_whole(model, cut, whole):
-    """Parameters that ZeRO cut, with tensors that this rank has whole, in the module's order, and tied names."""
-    tied = model.get('shared_params') or {}
-    held = {}
-    for name in [*(model.get('module') or {}), *cut]:
-        if name in cut:
-            held[name] = cut[name]
-        elif name in whole and name not in tied:
-            held[name] = HeldParameter(replicated_map(tuple(whole[name].shape), 1), {0: whole[name]},
-                                       whole[name].dtype)
-    held.update({name: replace(held[first], tied_to=first) for name, first in tied.items() if first in held})
-    return held
 
 
 def _maps(shards, files):

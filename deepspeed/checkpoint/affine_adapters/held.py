@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 
 from deepspeed.checkpoint.affine.algebra import relabel
+from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 
 
@@ -57,9 +58,16 @@ class HeldParameter:
 
 
 def module_of(engine_or_module):
-    """The model itself: its names are those of the parameters before an engine took it."""
+    """The model itself: its names are those of the parameters before an engine took it.
+
+    Raises:
+        TypeError: neither engine nor module.
+    """
     is_engine = hasattr(engine_or_module, 'zero_optimization_stage')
-    return engine_or_module.module if is_engine else engine_or_module
+    module = engine_or_module.module if is_engine else engine_or_module
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f'expected what deepspeed.initialize returned, or a module, but this is {shown(module)}')
+    return module
 
 
 def describe_each(named, key, describe):

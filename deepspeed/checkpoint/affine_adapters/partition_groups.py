@@ -8,6 +8,8 @@ from typing import Tuple
 
 import torch.distributed as dist
 
+from deepspeed.checkpoint.affine.checks import groups
+
 
 @dataclass(frozen=True)
 class PartitionGroups:
@@ -36,12 +38,13 @@ def partition_groups(group, replica_groups, what):
         what: how to call the parameter in an error.
 
     Raises:
+        TypeError: ``replica_groups`` that are no sequences of integers.
         ValueError: ``group`` is not among ``replica_groups``.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
-    groups = (ranks, ) if replica_groups is None else tuple(tuple(one) for one in replica_groups)
-    if ranks not in groups:
+    known = (ranks, ) if replica_groups is None else groups(replica_groups, 'replica_groups')
+    if ranks not in known:
         raise ValueError(f'{what} is cut over the ranks {list(ranks)}, but replica_groups are '
-                         f'{[list(one) for one in groups]}. Name every group that holds a copy, with its global ranks '
+                         f'{[list(one) for one in known]}. Name every group that holds a copy, with its global ranks '
                          'in the order of the group.')
-    return PartitionGroups(groups, ranks, dist.get_rank(group))
+    return PartitionGroups(known, ranks, dist.get_rank(group))

@@ -31,9 +31,15 @@ class RankFiles:
         """Number of tensor-parallel ranks."""
         return 1 + max(rank for rank, _ in [*self.model, *self.optim])
 
-    def has_optimizer(self, rank: int) -> bool:
+    @property
+    def cuts_module(self) -> bool:
+        """Whether every data-parallel rank has model states of its own, as with ZeRO-3."""
+        return all(_MODEL_FILE.fullmatch(path.name) is None for path in self.model.values())
+
+    @property
+    def has_optimizer(self) -> bool:
         """Whether ZeRO has cut anything: else the model states are all there is."""
-        return bool(self.optim) or (rank, 1) in self.model
+        return bool(self.optim) or self.cuts_module
 
     def load(self, kind: str, rank: int, data_rank: int) -> dict:
         """The states of a rank, ``kind`` being 'model' or 'optim'.

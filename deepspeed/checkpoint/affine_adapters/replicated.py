@@ -6,6 +6,7 @@
 import torch.distributed as dist
 
 from deepspeed.checkpoint.affine.algebra import relabel
+from deepspeed.checkpoint.affine.checks import integers
 from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter, describe_each, module_of
 
@@ -48,7 +49,11 @@ def replicated_buffers(module, *, ranks=None):
 
 
 def _checked_ranks(ranks):
-    ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
+    everybody = range(dist.get_world_size())
+    ranks = list(everybody if ranks is None else integers(ranks, 'ranks'))
+    beyond = [rank for rank in ranks if rank not in everybody]
+    if beyond:
+        raise ValueError(f'ranks name rank {beyond[0]}, but the job has ranks 0 to {len(everybody) - 1}.')
     if dist.get_rank() not in ranks:
         raise ValueError(f'This process has rank {dist.get_rank()}, which is not among the ranks {ranks} that hold a '
                          'copy. Pass the group of this process.')

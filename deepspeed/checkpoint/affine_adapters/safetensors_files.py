@@ -159,7 +159,10 @@ def read_tensors(path):
     Raises:
         CheckpointError: a truncated or broken file.
     """
-    from safetensors import SafetensorError, safe_open
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise CheckpointError(f'{path}: reading it takes the package safetensors; pip install safetensors') from None
     try:
         with safe_open(path, framework='pt') as file:
             return {name: file.get_tensor(name) for name in file.keys()}

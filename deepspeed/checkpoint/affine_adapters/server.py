@@ -25,13 +25,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from deepspeed.checkpoint.affine.algebra import relabel
-from deepspeed.checkpoint.affine.checks import MAX_ELEMENTS, count, integers, listed, mapping, rank_count, shown
+from deepspeed.checkpoint.affine.checks import MAX_ELEMENTS, count, groups, listed, mapping, rank_count, shown
 from deepspeed.checkpoint.affine.constructors import contiguous_split_map, replicated_map
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 from deepspeed.checkpoint.affine.union import union_affine_maps
 from deepspeed.checkpoint.affine.views import ReadOnlyMapping
 from deepspeed.checkpoint.affine_transfer.parameter import ParameterTransfer
 
+# Far more than any model has; every layer has names and maps of its own.
+MOST_LAYERS = 2**16
 EMBEDDING, HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 
 
@@ -99,6 +101,8 @@ class DecoderModel:
                 raise TypeError(f'{field.name} must be a bool, but it is {shown(value)}')
             if field.type is int and count(value, field.name) < 1:
                 raise ValueError(f'{field.name} is {value}; expected at least 1')
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(f'num_hidden_layers is {self.num_hidden_layers}; expected at most {MOST_LAYERS}')
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f'num_attention_heads is {self.num_attention_heads}, no multiple of num_key_value_heads, '
                              f'{self.num_key_value_heads}; the query heads share them evenly')
@@ -345,7 +349,7 @@ def _checked_copies(locations, ranks):
     """For each copy of the server the location ids of its ranks."""
     if locations is None:
         return (tuple(range(ranks)), )
-    copies = tuple(integers(ids, f'locations[{index}]') for index, ids in enumerate(locations))
+    copies = groups(locations, 'locations')
     if not copies:
         raise ValueError('locations is empty; name the locations of at least one copy of the server')
     for index, ids in enumerate(copies):

@@ -9,6 +9,8 @@ import torch
 
 from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
+from deepspeed.checkpoint.affine_adapters.rank_files import rank_files
 from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError
 from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
 
@@ -22,7 +24,8 @@ def universal_checkpoint(folder):
         folder: with a folder ``zero`` in it, which has one folder for each parameter.
 
     Returns:
-        ``Checkpoint`` over location 0. Frozen parameters and buffers are in it where the model states have them.
+        ``Checkpoint``; location 0 has trained parameters and buffers whole. Frozen parameters are as the model states
+        have them, and are left out where those are tensor-parallel.
 
     Raises:
         CheckpointError: missing or broken files.
@@ -32,21 +35,38 @@ def universal_checkpoint(folder):
         universal_checkpoint('checkpoints/global_step10_universal').parameters['lm_head.weight'].buffers[0]
     """
     folder = Path(folder)
-    held = {}
+    trained = {}
     for path in sorted((folder / PARAMETERS).glob(f'*/{WEIGHTS}')):
         content = load_mapped(path)
         # A parameter of ZeRO-3 without tensor parallelism has nothing around it.
         tensor = content.get('param') if isinstance(content, dict) else content
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f'{path}: holds no tensor under "param".')
-        held[path.parent.name] = _whole(tensor)
-    if not held:
+        trained[path.parent.name] = tensor.detach()
+    if not trained:
         raise CheckpointError(f'{folder}: has no {PARAMETERS}/*/{WEIGHTS}. Did the conversion end?')
-    for path in sorted(folder.glob('mp_rank_00_model_states.pt')):
-        for name, tensor in (load_mapped(path).get('module') or {}).items():
-            if name not in held and tensor.numel():
-                held[name] = _whole(tensor)
-    return Checkpoint('universal', held, {})
+    if not any(folder.glob('*_model_states.pt')):
+        return Checkpoint('universal', {name: _whole(tensor) for name, tensor in trained.items()}, {})
+    return _with_model_states(rank_files(folder), trained)
+
+
+def _with_model_states(files, trained):
+    """Add what is not trained, from the model states that the converter copied."""
+    model = files.load('model', 0, 0)
+    shapes = {name: tuple(shape) for group in model.get('param_shapes') or [] for name, shape in group.items()}
+    alone = files.tensor_parallel == 1
+    cut = {
+        # ZeRO-3's parameters are written flat where no tensor-parallel shards were put together.
+        name: _whole(tensor.view(shapes[name]) if alone and name in shapes else tensor)
+        for name, tensor in trained.items()
+    }
+    whole = buffers_of(model)
+    if alone and files.cuts_module:
+        cut.update(frozen_of(files, 0, model, len(files.model)))
+    elif alone:
+        whole = model.get('module') or {}
+    held = with_whole(model, cut, whole)
+    return Checkpoint('universal', held, left_out(model, held))
 
 
 def _whole(tensor):

@@ -43,7 +43,11 @@ def zero12_master_maps(engine, *, replica_groups=None):
 
         held = {**replicated_maps(engine), **zero12_master_maps(engine)}  # fp32 where there is fp32
     """
-    group_of = {id(param): group for group in _flat_groups(engine.optimizer, replica_groups) for param in group.params}
+    group_of = {
+        id(param): group
+        for group in _flat_groups(getattr(engine, 'optimizer', None), replica_groups)
+        for param in group.params
+    }
     layouts = {}
 
     def describe(name, param):

@@ -30,7 +30,7 @@ def zero3_master_maps(engine, *, replica_groups=None):
 
         held = {**zero3_maps(engine), **zero3_master_maps(engine)}  # fp32 where there is fp32
     """
-    masters = _master_partitions(engine.optimizer)
+    masters = _master_partitions(getattr(engine, 'optimizer', None))
     layout_of = layouts_by_shape(replica_groups)
 
     def describe(name, param):

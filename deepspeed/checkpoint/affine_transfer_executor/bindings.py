@@ -40,8 +40,8 @@ class Bindings:
             if (tensor.data_ptr(), tensor.numel(), tensor.stride()) != (address, numel, stride):
                 raise AffineTransferExecutionError(
                     f'{name} had {numel} elements at {address:#x} with strides {stride} when the program was '
-                    f'compiled, and has {tensor.numel()} at {tensor.data_ptr():#x} with strides {tensor.stride()}. Give the '
-                    'program its new buffers with rebind, or compile it again')
+                    f'compiled, and has {tensor.numel()} at {tensor.data_ptr():#x} with strides {tensor.stride()}. '
+                    'Give the program its new buffers with rebind, or compile it again')
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> List[int]:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Iterator, List, Sequence, Tuple
 
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, _get_process_group_store
 
 from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, TransferBrokenError,
-                                                                  described)
+                                                                  described, forget_locals)
 from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
 
 # Backends that move accelerator memory; every other one is handed CPU memory.
@@ -44,7 +44,8 @@ class WaitFailed(Exception):
 
     def __init__(self, pending: Pending, cause: str):
         super().__init__(cause)
-        self.pending = pending
+        # Without torch's handle: it would keep connections and store alive as long as anybody keeps the error.
+        self.pending = replace(pending, work=None)
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,14 @@ class Channel:
         return cls(group, backend.rank(), backend.size(), _message_device(backend), os.getpid())
 
     def check_open(self) -> None:
-        """Raise AffineTransferExecutionError if the group was closed, or is that of a process which this one was
-        forked from."""
+        """Raise AffineTransferExecutionError if the group was closed, as its ``backend`` does."""
         _ = self.backend
+
+    def check_process(self) -> None:
+        """Raise AffineTransferExecutionError in a fork of the process; the others cannot hear of it."""
         if os.getpid() != self.pid:
             raise AffineTransferExecutionError(f'this process was forked from process {self.pid}, whose connections '
-                                               'it cannot use. Join a group in each process, after it was forked')
+                                               'it cannot use. Join a group in each process after it was forked')
 
     def gather(self, row: torch.Tensor, timeout: float) -> List[torch.Tensor]:
         """Everybody's row, by process. All rows must have the same dtype and size.
@@ -222,6 +225,7 @@ class Channel:
                 yield
         except BaseException as error:
             broken = self.leave(what, f'process {self.rank} {described(error)}')
+            forget_locals(error)
             if not isinstance(error, Exception):
                 raise
             raise broken from error

@@ -3,6 +3,9 @@
 # DeepSpeed Team
 """What running a plan can raise."""
 
+import traceback
+from typing import Optional
+
 
 class AffineTransferExecutionError(ValueError):
     """A transfer that was refused before it began, was found wrong, or broke while it ran; the message says which.
@@ -34,3 +37,14 @@ def described(error: BaseException) -> str:
     # gloo's errors end with advice about its own logs.
     words = words.partition(' This is typically caused by')[0]
     return words.encode(errors='backslashreplace').decode()
+
+
+def forget_locals(error: Optional[BaseException]) -> None:
+    """Forget the local variables where an exception, and what led to it, was raised.
+
+    torch's handles are among them. As long as somebody keeps the exception, they would keep the group's connections
+    and its store, and nobody could listen at the store's address.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -138,8 +138,8 @@ class TransferProgram:
         Raises:
             AffineTransferExecutionError: something does not fit; the program keeps the buffers that it has.
             TransferBrokenError: the program broke before, or an earlier ``rebind`` found no memory.
-            RuntimeError, MemoryError: there is no memory for what the program stages. It has no buffers then, and all
-                processes must compile it again; their group is as it was.
+            RuntimeError, MemoryError: no memory for what the program stages; it keeps the buffers that it has.
+                Should there be none even for that, the group ends.
 
         Example::
 

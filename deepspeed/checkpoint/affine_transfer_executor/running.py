@@ -65,6 +65,7 @@ class _Run:
         if self.channel is None:
             self.bound.bindings.check()
             return [mine]
+        self.channel.check_process()
         with self.timed('agree'):
             refuse_broken(self.channel)
             with attempting(self.channel) as reasons:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What the model states of a DeepSpeed checkpoint have besides trained parameters."""
+
+from dataclasses import replace
+
+from deepspeed.checkpoint.affine.constructors import replicated_map
+from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+from deepspeed.checkpoint.affine_adapters.zero_files import zero3_frozen
+
+
+def frozen_of(files, rank, model, world_size):
+    """Frozen parameters of a module that ZeRO-3 has cut; ``model`` are the model states of data-parallel rank 0."""
+    models = [model] + [files.load('model', rank, data_rank) for data_rank in range(1, world_size)]
+    paths = [files.path('model', rank, data_rank) for data_rank in range(world_size)]
+    return zero3_frozen(model.get('frozen_param_shapes') or {}, models, paths)
+
+
+def buffers_of(model):
+    """``{name: tensor}`` of the buffers, which model states have whole in any case."""
+    module = model.get('module') or {}
+    return {name: module[name] for name in model.get('buffer_names') or [] if name in module}
+
+
+def left_out(model, held):
+    """``{name: why}`` of the module's tensors of which the files hold nothing."""
+    why = 'the files hold nothing under this name, which may be a further one of a tied parameter'
+    return {name: why for name in model.get('module') or {} if name not in held}
+
+
+def with_whole(model, cut, whole):
+    """Parameters that ZeRO cut, with tensors that this rank has whole, in the module's order, and tied names.
+
+    Args:
+        model: model states of a rank.
+        cut: name -> HeldParameter. whole: name -> tensor.
+    """
+    tied, held, first_at = dict(model.get('shared_params') or {}), {}, {}
+    for name in [*(model.get('module') or {}), *cut]:
+        if name in cut:
+            held[name] = cut[name]
+        elif name in whole and name not in tied:
+            tensor = whole[name].detach()
+            # Without ZeRO nothing else says which are one.
+            place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+            if tensor.numel() and first_at.setdefault(place, name) != name:
+                tied[name] = first_at[place]
+            else:
+                held[name] = HeldParameter(replicated_map(tuple(tensor.shape), 1), {0: tensor}, tensor.dtype)
+    held.update({name: replace(held[first], tied_to=first) for name, first in tied.items() if first in held})
+    return held
