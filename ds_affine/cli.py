@@ -6,6 +6,7 @@
 import argparse
 import importlib
 import importlib.util
+import os
 import pathlib
 import re
 import sys
@@ -25,7 +26,14 @@ def main(arguments=None):
     if options.needs_library and (found := hiding_deepspeed()) is not None:
         print(HIDDEN.format(found=found), file=sys.stderr)
         return 1
-    return getattr(importlib.import_module(options.module), "run")(options)
+    try:
+        code = importlib.import_module(options.module).run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Who reads the output has seen enough, as `head` does. Python would say so again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def hiding_deepspeed():
@@ -43,7 +51,7 @@ def hiding_deepspeed():
 def build_parser():
     parser = argparse.ArgumentParser(prog="ds_affine", description="Move sharded parameters between layouts.")
     subcommands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_reshard, _add_inspect, _add_verify, _add_doctor):
+    for add in (_add_demo, _add_reshard, _add_inspect, _add_verify, _add_plan, _add_explain, _add_lint, _add_doctor):
         add(subcommands)
     return parser
 
@@ -133,6 +141,54 @@ def _add_verify(subcommands):
     parser.add_argument("first", metavar="A", help="folder of a checkpoint")
     parser.add_argument("second", metavar="B", help="folder of another one")
     _add_filters(parser)
+
+
+LAYOUTS = (
+    "SOURCE and TARGET are each a folder of a checkpoint, a JSON file of maps, or one of the words zero3-N, whole-N,\n"
+    "rows-N and columns-N for N ranks, which take the parameters of the other side, or of a table of shapes,\n"
+    "{\"parameters\": {name: shape}}, given after a colon.")
+
+
+def _add_plan(subcommands):
+    parser = _add(
+        subcommands, "plan", "say what a move between two layouts would send",
+        f"Plan the move of a model and say how many bytes go between which processes.\n\n{LAYOUTS}",
+        "  ds_affine plan zero3-64:llama-3-8b.json rows-8\n"
+        "  ds_affine plan checkpoints columns-4 --bandwidth 25GB\n"
+        "  ds_affine plan old_maps.json new_maps.json --same-processes --json")
+    _add_sides(parser)
+    parser.add_argument("--bandwidth",
+                        type=_bytes,
+                        metavar="BYTES",
+                        help="say how long the busiest process needs at so many bytes per second, such as 25GB")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every link")
+
+
+def _add_explain(subcommands):
+    parser = _add(
+        subcommands, "explain", "say why a parameter goes where it goes",
+        "Show the pieces of one parameter on both sides, the copies, and which of several holders was chosen.\n\n"
+        f"{LAYOUTS}", "  ds_affine explain lm_head.weight checkpoints rows-4")
+    parser.add_argument("name", metavar="NAME", help="of the parameter")
+    _add_sides(parser)
+
+
+def _add_sides(parser):
+    parser.add_argument("source", metavar="SOURCE", help="layout to move from")
+    parser.add_argument("target", metavar="TARGET", help="layout to move to")
+    parser.add_argument("--same-processes",
+                        action="store_true",
+                        help="location l of the target is on the same process as location l of the source; else the "
+                        "target has processes of its own")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the elements (default: %(default)s)")
+
+
+def _add_lint(subcommands):
+    parser = _add(
+        subcommands, "lint", "check files of affine maps",
+        "Say of every map in a JSON file whether it is valid, complete and canonical, and where it is not.\n"
+        "Exit code 0: all are, 1: some are not, 2: a file cannot be read.", "  ds_affine lint affine_maps.json")
+    parser.add_argument("files", nargs="+", metavar="FILE", help='{"version": 1, "params": {name: map}}, or one map')
 
 
 def _add_doctor(subcommands):

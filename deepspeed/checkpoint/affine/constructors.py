@@ -64,7 +64,8 @@ def contiguous_split_map(shape, per_rank_sizes, partition_dim):
 
     Args:
         shape: shape of the parameter.
-        per_rank_sizes: width of each rank's block on that axis, uneven or zero as it may be.
+        per_rank_sizes: width of each rank's block on that axis, uneven or zero as it may be. Where they do not add up
+            to the axis the map is one that ``validate_coverage`` and the planner refuse.
         partition_dim: the axis.
 
     Raises:

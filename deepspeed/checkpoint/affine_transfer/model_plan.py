@@ -74,6 +74,11 @@ class ModelPlan(Mapping):
     def __len__(self):
         return len(self.names)
 
+    def __repr__(self):
+        whose = '' if self.process is None else f' of process {self.process}'
+        return (f'ModelPlan{whose}: {len(self)} parameters, {self.segments} segments, '
+                f'{sum(self.sent_bytes().values())} bytes to other processes')
+
     def __iter__(self):
         return iter(self.names)
 

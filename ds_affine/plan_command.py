@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The command `ds_affine plan`: what a move from one layout to another would send, and between whom."""
+
+import json
+import sys
+
+import torch
+
+from ds_affine.sides import read_sides
+from ds_affine.tables import show
+
+LINKS = 10
+MIB = 1 << 20
+
+
+def run(options):
+    """Return 0, or 2 when there is no plan."""
+    try:
+        sides = read_sides(options.source, options.target, getattr(torch, options.dtype))
+        facts = facts_of(sides.plan(options.same_processes), options.bandwidth)
+    except (ValueError, OSError) as error:
+        print(f"ds_affine plan: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(facts, indent=1))
+        return 0
+    print(f"{options.source} to {options.target}: {facts['parameters']:,} parameters, {facts['segments']:,} copies, "
+          f"{facts['sent_bytes'] / MIB:,.1f} MiB between processes, {facts['local_bytes'] / MIB:,.1f} MiB within them")
+    for what in ("sender", "receiver"):
+        if facts[f"busiest_{what}"] is not None:
+            process, numbytes = facts[f"busiest_{what}"]
+            print(f"busiest {what}: process {process}, {numbytes / MIB:,.1f} MiB")
+    if facts["seconds"] is not None:
+        print(f"at {options.bandwidth:,} bytes per second and process: at least {facts['seconds']:.3g} s")
+    links = facts["links"]
+    show(f"heaviest of {len(links):,} links", ("from", "to", "MiB"),
+         [(str(one), str(other), f"{numbytes / MIB:,.2f}") for one, other, numbytes in links[:LINKS]],
+         right=1)
+    return 0
+
+
+def facts_of(plan, bandwidth):
+    """The figures of a plan in plain numbers: links as `[from, to, bytes]`, heaviest first. `seconds` is what the
+    busiest process needs at `bandwidth`, in bytes per second and direction, None without one."""
+    links = plan.link_bytes()
+    table = zip(links.source.tolist(), links.target.tolist(), links.numbytes.tolist())
+    remote = [[source, target, numbytes] for source, target, numbytes in table if source != target]
+    sent, received = plan.sent_bytes(), plan.received_bytes()
+    most = max([*sent.values(), *received.values()], default=0)
+    return {
+        "parameters": len(plan),
+        "segments": plan.segments,
+        "sent_bytes": sum(sent.values()),
+        "local_bytes": plan.local_bytes(),
+        "busiest_sender": _busiest(sent),
+        "busiest_receiver": _busiest(received),
+        "seconds": most / bandwidth if bandwidth else None,
+        "links": sorted(remote, key=lambda link: (-link[2], link))
+    }
+
+
+def _busiest(numbytes):
+    return max(numbytes.items(), key=lambda item: (item[1], -item[0])) if numbytes else None

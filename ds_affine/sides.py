@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The two layouts that a plan goes between, as the command line names them."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict
+
+import torch
+
+from deepspeed.checkpoint.affine.constructors import contiguous_split_map, replicated_map
+from deepspeed.checkpoint.affine.envelope import load_affine_maps
+from deepspeed.checkpoint.affine.param_map import ParamAffineMap
+from deepspeed.checkpoint.affine.partitions import zero3_partition_map
+from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
+from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndpoints, plan_transfers
+
+MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Maps of both sides, for the same names; and bytes of an element."""
+    source: Dict[str, ParamAffineMap]
+    target: Dict[str, ParamAffineMap]
+    dtype: torch.dtype
+
+    def plan(self, together):
+        """The `ModelPlan`. Location l of the source is process l; that of the target too where they are `together`,
+        else it comes after all processes of the source."""
+        ends = [sorted({location for one in maps.values() for location in one.shard_shapes})
+                for maps in (self.source, self.target)]  # yapf: disable
+        first = 0 if together else max(ends[0], default=-1) + 1
+        endpoints = TransferEndpoints({at: at for at in ends[0]}, {at: at + first for at in ends[1]})
+        return plan_transfers(
+            {
+                name: ParameterTransfer(target, self.source[name], self.dtype)
+                for name, target in self.target.items()
+            },
+            endpoints=endpoints)
+
+
+def read_sides(source, target, dtype):
+    """Both sides, from words such as `zero3-64`, folders of checkpoints, files of maps or tables of shapes.
+
+    Raises:
+        ValueError: one that is neither, two that name no shapes, or no name that both have.
+    """
+    sides = [_read(text) for text in (source, target)]
+    shapes = next((shapes for shapes, _ in sides if shapes), None)
+    if shapes is None:
+        raise ValueError(
+            f'{source} and {target} name no parameters; one of them must be a checkpoint, a file of maps, '
+            'or LAYOUT:FILE with a table of shapes, such as zero3-64:model.json')
+    made = [maps(shapes) for _, maps in sides]
+    names = [name for name in made[1] if name in made[0]]
+    if not names:
+        raise ValueError(f'{source} and {target} have no parameter of the same name')
+    return Sides(*({name: one[name] for name in names} for one in made), dtype)
+
+
+def _read(text):
+    """Shapes by name where the side has them, else None; and a function from shapes to maps."""
+    word, _, table = text.partition(':')
+    match = re.fullmatch(r'(zero3|whole|rows|columns)-([1-9]\d*)', word)
+    if match:
+        kind, ranks = match[1], int(match[2])
+
+        def maps(shapes):
+            made = {shape: _map(kind, shape, ranks) for shape in set(shapes.values())}
+            return {name: made[shape] for name, shape in shapes.items()}
+
+        return _table(Path(table)) if table else None, maps
+    path = Path(text)
+    if path.is_dir():
+        held = {name: one.layout for name, one in open_checkpoint(path).parameters.items() if not one.tied_to}
+    elif path.is_file():
+        held = load_affine_maps(envelope_of(read_object(path)))
+    else:
+        raise ValueError(f'{text!r} is no layout (zero3-N, whole-N, rows-N, columns-N), no checkpoint and no file')
+    return {name: one.logical_shape for name, one in held.items()}, lambda shapes: held
+
+
+def _map(kind, shape, ranks):
+    if kind == 'zero3':
+        return zero3_partition_map(shape, ranks)
+    axis = {'rows': 0, 'columns': len(shape) - 1}.get(kind)
+    # Vectors are whole on every rank, as with tensor parallelism.
+    if axis is None or len(shape) < 2:
+        return replicated_map(shape, ranks)
+    share, rest = divmod(shape[axis], ranks)
+    return contiguous_split_map(shape, [share + (rank < rest) for rank in range(ranks)], axis)
+
+
+def _table(path):
+    parameters = read_object(path).get('parameters')
+    if not isinstance(parameters, dict):
+        raise ValueError(f'{path}: has no "parameters", names with their shapes')
+    return {name: tuple(shape) for name, shape in parameters.items()}
+
+
+def envelope_of(content):
+    """The maps in a file that says besides in which files the shards are, as `ds_affine reshard` writes it."""
+    return {key: content[key] for key in ('version', 'params') if key in content} if 'files' in content else content
+
+
+def read_object(path):
+    """A JSON object from a file that is not trusted.
+
+    Raises:
+        ValueError: none, or more than 1 GiB.
+    """
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f'{path}: has {path.stat().st_size:,} bytes; expected at most 1 GiB')
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{path}: is no JSON: {error}') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'{path}: holds a {type(content).__name__}; expected an object')
+    return content

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The commands that look at layouts: `ds_affine plan`, `explain` and `lint`."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from math import prod
+
+import pytest
+
+from affine_oracle import element_holders
+from deepspeed.checkpoint.affine import dump_affine_maps, replicated_map, zero3_partition_map
+from ds_affine.cli import main
+from ds_affine.explain_command import has_address
+
+SHAPES = {"up.weight": (6, 4), "down.weight": (4, 6), "norm.weight": (5, )}
+PIECE = {"shape": [2], "source": [0, [1]], "dest": [0, [1]], "locations": [0]}
+HALF = {"logical_shape": [4], "ranks": {"0": {"shard_shape": [2], "pieces": [PIECE]}}}
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A file with names and shapes."""
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"parameters": SHAPES}))
+    return path
+
+
+def written(path, maps):
+    path.write_text(json.dumps(dump_affine_maps(maps)))
+    return str(path)
+
+
+def printed(capsys, *arguments):
+    """Exit code, standard output, errors."""
+    code = main(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+def links_of(source, target, width, first_target):
+    """Bytes by (process, process), element by element: sources here have no replicas."""
+    sent = Counter()
+    for name in SHAPES:
+        owner, wanted = element_holders(source[name]), element_holders(target[name])
+        for element in range(prod(SHAPES[name])):
+            for location in wanted[element]:
+                (holder, ) = owner[element]
+                sent[holder, location + first_target] += width
+    return sent
+
+
+def test_figures_of_a_plan_are_those_of_its_elements(capsys, table, tmp_path):
+    target = {name: replicated_map(shape, 2) for name, shape in SHAPES.items()}
+    source = {name: zero3_partition_map(shape, 4) for name, shape in SHAPES.items()}
+    code, out, _ = printed(capsys, "plan", f"zero3-4:{table}", written(tmp_path / "maps.json", target), "--json",
+                           "--bandwidth", "1KB")
+    facts, expected = json.loads(out), links_of(source, target, 2, 4)
+    assert code == 0 and facts["parameters"] == len(SHAPES) and facts["local_bytes"] == 0
+    assert {(one, other): numbytes for one, other, numbytes in facts["links"]} == expected
+    assert [link[2] for link in facts["links"]] == sorted(expected.values(), reverse=True)
+    assert facts["sent_bytes"] == sum(expected.values())
+    received = sum(numbytes for (_, other), numbytes in expected.items() if other == 4)
+    assert facts["busiest_receiver"] == [4, received] and facts["seconds"] == received / 1000
+
+
+def test_locations_may_be_on_the_same_processes(capsys, table):
+    code, out, _ = printed(capsys, "plan", f"rows-2:{table}", "rows-2", "--same-processes", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["sent_bytes"] == 0 and facts["links"] == [] and facts["busiest_sender"] is None
+    # Vectors are whole on both.
+    assert facts["local_bytes"] == 2 * (24 + 24 + 2 * 5)
+
+
+def test_a_plan_in_words(capsys, table):
+    code, out, _ = printed(capsys, "plan", f"zero3-2:{table}", "columns-2", "--bandwidth", "1MB")
+    assert code == 0 and "3 parameters" in out and "busiest sender: process 0" in out
+    assert "heaviest of 4 links" in out and "at 1,000,000 bytes per second" in out
+
+
+def test_an_explanation_names_pieces_copies_and_holders(capsys, table):
+    code, out, _ = printed(capsys, "explain", "up.weight", f"whole-3:{table}", "rows-2")
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and "up.weight, shape (6, 4)" in out
+    assert out.count("0, 1, 2") >= 5
+    assert ["0", "0", "0", "0", "(3,", "4)", "0,", "1,", "2"] in lines
+    assert sum(line[-3:] == ["0,", "1,", "2"] for line in lines) == 3 + 2
+
+
+@pytest.mark.parametrize("layout", [zero3_partition_map((5, 7), 4), replicated_map((3, 4), 2)])
+def test_addresses_of_a_piece(layout):
+    for pieces in layout.pieces_by_rank.values():
+        for piece in pieces:
+            held = {
+                piece.dest_offset + sum(index * stride for index, stride in zip(indices, piece.dest_strides))
+                for indices in _indices(piece.shape)
+            }
+            assert [has_address(piece, address) for address in range(40)] == [at in held for at in range(40)]
+
+
+def _indices(shape):
+    if not shape:
+        return [()]
+    return [(first, *rest) for first in range(shape[0]) for rest in _indices(shape[1:])]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (("plan", "zero3-4", "rows-2"), "name no parameters"),
+    (("plan", "elsewhere", "rows-2"), "is no layout"),
+    (("explain", "nothing", "zero3-2:TABLE", "rows-2"), "no parameter 'nothing'"),
+    (("explain", "up", "zero3-2:TABLE", "rows-2"), "did you mean up.weight?"),
+    (("plan", "zero3-2:elsewhere.json", "rows-2"), "elsewhere.json"),
+])
+def test_what_cannot_be_planned_is_said_on_one_line(capsys, table, arguments, words):
+    code, out, err = printed(capsys, *(argument.replace("TABLE", str(table)) for argument in arguments))
+    assert code == 2 and out == "" and words in err and len(err.splitlines()) == 1
+
+
+def test_lint_tells_all_that_is_wrong(capsys, tmp_path):
+    whole = dump_affine_maps({"good": replicated_map((4, ), 2)})["params"]["good"]
+    # Two pieces where one would do.
+    parts = [{**PIECE}, {**PIECE, "source": [2, [1]], "dest": [2, [1]]}]
+    split = {"logical_shape": [4], "ranks": {"0": {"shard_shape": [4], "pieces": parts}}}
+    path = tmp_path / "maps.json"
+    path.write_text(
+        json.dumps({
+            "version": 1,
+            "params": {
+                "good": whole,
+                "half": HALF,
+                "split": split,
+                "odd": {
+                    "x": 1
+                }
+            }
+        }))
+    code, out, _ = printed(capsys, "lint", path)
+    lines = out.splitlines()
+    assert code == 1 and lines[-1] == "4 maps checked, 3 findings"
+    assert [line.split(":")[1] for line in lines[:-1]] == ["half", "split", "odd"]
+    assert "incomplete: 2 elements" in lines[0] and "not canonical: 2 pieces, where 1" in lines[1]
+    assert "invalid" in lines[2]
+
+
+def test_lint_reads_one_map_and_good_files(capsys, tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(HALF))
+    assert printed(capsys, "lint", path)[0] == 1
+    good = written(tmp_path / "good.json", {"w": zero3_partition_map((5, 7), 4)})
+    assert printed(capsys, "lint", good)[:2] == (0, "1 maps checked, 0 findings\n")
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"version": 7, "params": {}}', '{"a": 1}'])
+def test_lint_says_what_it_cannot_read(capsys, tmp_path, content):
+    path = tmp_path / "maps.json"
+    path.write_text(content)
+    code, _, err = printed(capsys, "lint", path)
+    assert code == 2 and err.startswith("ds_affine lint: ")
+
+
+def test_who_stops_reading_is_no_error(table):
+    command = f"{sys.executable} -m ds_affine plan zero3-64:{table} rows-2 --json | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "{\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr
