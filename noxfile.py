@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Sessions that set everything up from a bare Python: `nox -s demo`, `nox -s tests`, `nox -s slow`, `nox -s lint`.
+"""Sessions that set everything up from a bare Python: `nox -s demo`, `nox -s tests`, `nox -s slow`, `nox -s docs`,
+`nox -s lint`.
 
 Each session installs the wheel built from this tree into a virtual environment of its own and runs outside the
 repository, so that what is exercised is what a user installs.
@@ -19,7 +20,7 @@ from nox.command import CommandFailed
 
 ROOT = pathlib.Path(__file__).resolve().parent
 PACKAGED = ["deepspeed", "ds_affine", "pyproject.toml", "setup.py", "README.md", "LICENSE"]
-CHECKED = ["deepspeed", "ds_affine", "tests", "benchmarks", "examples", "scripts", "noxfile.py", "setup.py"]
+CHECKED = ["deepspeed", "ds_affine", "docs", "tests", "benchmarks", "examples", "scripts", "noxfile.py", "setup.py"]
 DEEPSPEED = "deepspeed==0.19.8"
 # DeepSpeed then compiles none of its operators, while it is installed or later.
 DEEPSPEED_ENV = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
@@ -64,6 +65,14 @@ def slow(session):
     install_library(session, "test")
     install_deepspeed_for_tests(session)
     run_pytest(session, ["-m", "slow"], RUN_ENV)
+
+
+@nox.session
+def docs(session):
+    """Build the documentation into docs/_build; every warning is an error."""
+    install_torch(session)
+    install_library(session, "docs")
+    session.run("sphinx-build", "-E", "-W", "--keep-going", "-b", "html", "docs", "docs/_build")
 
 
 @nox.session

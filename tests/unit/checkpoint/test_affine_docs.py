@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The examples of the specification and of the docstrings do what they say."""
+"""The examples of the documents and of the docstrings do what they say."""
 
 import doctest
 import importlib
@@ -14,7 +14,8 @@ import numpy
 import pytest
 import torch
 
-SPECIFICATION = pathlib.Path(__file__).resolve().parents[3] / "docs" / "affine_ir_spec.md"
+DOCS = pathlib.Path(__file__).resolve().parents[3] / "docs"
+SPECIFICATION = DOCS / "affine_ir_spec.md"
 PACKAGES = ("affine_geometry", "affine", "affine_transfer", "affine_transfer_executor", "affine_adapters")
 WITH_EXAMPLES = ("affine_geometry", "affine", "affine_transfer")
 
@@ -59,9 +60,9 @@ def test_package_has_docstring_examples(package):
     assert sum(map(len, examples)) >= 3
 
 
-def specification_blocks():
-    """The python blocks of the specification with the line that each starts on."""
-    text = SPECIFICATION.read_text(encoding="utf-8")
+def python_blocks(document):
+    """The python blocks of a document with the line that each starts on."""
+    text = document.read_text(encoding="utf-8")
     for block in re.finditer(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
         yield text.count("\n", 0, block.start(1)), block[1]
 
@@ -84,14 +85,14 @@ def test_specification_names_the_arguments_as_the_code_does():
                      } == set(signatures)
 
 
-def test_specification_examples():
+@pytest.mark.parametrize("name, least", [("affine_ir_spec", 20), ("tutorial", 15), ("which_layout", 5),
+                                         ("replicas", 5), ("extending", 8)])
+def test_examples_of_the_documents(name, least):
     """All blocks run in their order in one namespace, as a reader would paste them."""
-    names, parser = {}, doctest.DocTestParser()
-    blocks = [parser.get_doctest(block, names, SPECIFICATION.name, str(SPECIFICATION), line)
-              for line, block in specification_blocks()]  # yapf: disable
+    names, parser, document = {}, doctest.DocTestParser(), DOCS / f"{name}.md"
+    blocks = [parser.get_doctest(block, names, name, str(document), line) for line, block in python_blocks(document)]
     for block in blocks:
         # get_doctest copies the names; the blocks are to share them.
         block.globs = names
-    assert len(blocks) >= 10
     assert all(block.examples for block in blocks)
-    assert run_examples(blocks) >= 20
+    assert run_examples(blocks) >= least
