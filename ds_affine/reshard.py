@@ -25,6 +25,12 @@ def stored_dtypes(parameters, dtype):
     }
 
 
+def check_free(destination):
+    """Raise CheckpointError if there is something of this name."""
+    if Path(destination).exists():
+        raise CheckpointError(f'{destination}: is there already. Remove it, or choose another name.')
+
+
 def write(parameters, layout, destination, *, workers=1, progress=None):
     """Write parameters into a new folder.
 
@@ -90,8 +96,7 @@ def _write_json(path, content):
 @contextmanager
 def _unfinished(destination):
     """A new folder beside ``destination`` that gets its name at the end, and is removed where that is not reached."""
-    if destination.exists():
-        raise CheckpointError(f'{destination}: is there already. Remove it, or choose another name.')
+    check_free(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     folder = destination.parent / f'.{destination.name}.unfinished'
     folder.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.affine_adapters.disk_layouts import (Place, rank_layou
 from deepspeed.checkpoint.affine_adapters.safetensors_files import read_json
 from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
 from ds_affine.choice import chosen
-from ds_affine.reshard import stored_dtypes, write
+from ds_affine.reshard import check_free, stored_dtypes, write
 
 MIB = 1 << 20
 CONFIG = "config.json"
@@ -25,6 +25,7 @@ CONFIG = "config.json"
 def run(options):
     """Return 0 when the folder is written, 2 when it is not."""
     try:
+        check_free(options.destination)
         checkpoint = open_checkpoint(options.source)
         dtype = getattr(torch, options.dtype) if options.dtype else None
         parameters = chosen(checkpoint.parameters, options.include, options.exclude)

@@ -70,7 +70,7 @@ def _same(segment, sources, targets):
 
 def _blocks(tensor, offset, strides, shape):
     """The elements of a strided region as integers of their width, some rows of it at a time."""
-    flat = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
+    flat = tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()])
     step = len(flat) // max(tensor.numel(), 1)
     view = flat.as_strided((*shape, step), (*(stride * step for stride in strides), 1),
                            flat.storage_offset() + offset * step)

@@ -42,7 +42,7 @@ def _opened(folder):
         raise CheckpointError(f'{folder}: is no folder; expected that of a checkpoint.')
     if (folder / 'latest').is_file():
         tag = (folder / 'latest').read_text(errors='replace').strip()
-        if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
+        if tag in ('', '..') or Path(tag).name != tag or not (folder / tag).is_dir():
             raise CheckpointError(f'{folder / "latest"}: names the step {tag[:100]!r}, which is no folder beside it.')
         folder = folder / tag
     if (folder / PARAMETERS).is_dir():

@@ -103,7 +103,7 @@ def _check_places(trained, module, path):
     for name, held in trained.items():
         if name in module and module[name].numel() == held.layout.numel:
             master = held.buffers[min(held.buffers)].flatten()[:1]
-            whole = module[name].flatten()[:1]
+            whole = module[name][(0, ) * module[name].dim()].reshape(1)
             if not torch.equal(master.to(whole.dtype).nan_to_num(), whole.nan_to_num()):
                 raise CheckpointError(f'{path}: the optimizer begins parameter {name!r} with {master.item():g}, the '
                                       f'module with {whole.item():g}. With round_robin_gradients DeepSpeed saves '

@@ -4,6 +4,7 @@
 """Read files of ``torch.save`` that DeepSpeed wrote: memory-mapped, and without running code from them."""
 
 import pickle
+import threading
 from contextlib import contextmanager
 
 import torch
@@ -38,7 +39,8 @@ def load_mapped(path):
     except pickle.UnpicklingError as error:
         raise CheckpointError(f'{path}: holds what no checkpoint of DeepSpeed holds, and loading it might run code of '
                               f'the file: {_gist(error)}') from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except Exception as error:
+        # Of any kind: a truncated pickle fails in every way there is.
         raise CheckpointError(f'{path}: is truncated or no file of torch.save: {_gist(error)}') from error
 
 
@@ -60,22 +62,26 @@ _STAND_INS = [
     _stand_in('deepspeed.utils.tensor_fragment', 'fragment_address'),
 ]
 
+# torch keeps one list for all threads.
+_LOCK = threading.Lock()
+
 
 @contextmanager
 def _only(classes):
     """Let torch make these classes besides plain values, and nothing that the program has allowed elsewhere."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(classes)
-    try:
-        yield
-    finally:
+    with _LOCK:
+        before = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+        torch.serialization.add_safe_globals(classes)
+        try:
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(before)
 
 
 def _gist(error):
     """The line of an error that says what was wrong; torch adds a page of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if 'Unsupported' in line or 'WeightsUnpickler error' in line]
+    telling = [line for line in lines if any(word in line for word in ('GLOBAL', 'Unsupported', 'blocked'))]
     return (telling or lines or [type(error).__name__])[0]

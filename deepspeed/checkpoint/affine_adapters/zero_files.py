@@ -64,7 +64,7 @@ def zero3_frozen(shapes, models, paths):
         fragments = [(model.get('frozen_param_fragments') or {}).get(name) for model in models]
         layout = zero3_partition_map(tuple(shape), len(models))
         for path, fragment, needed in zip(paths, fragments, layout.shard_shapes.values()):
-            if fragment is None or fragment.numel() < prod(needed):
+            if fragment is None or not fragment.is_contiguous() or fragment.numel() < prod(needed):
                 raise CheckpointError(f'{path}: has not the {prod(needed)} elements of frozen parameter {name!r} that '
                                       'are its part.')
         held[name] = _zero3_held(layout, [fragment.flatten() for fragment in fragments])
