@@ -105,8 +105,10 @@ def _unfinished(destination):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f'{destination}: another process is writing it.') from None
+        if not folder.exists() or not os.path.samestat(os.fstat(handle), os.stat(folder)):
+            raise CheckpointError(f'{destination}: another process has just written it.')
         try:
-            # Of a run that was killed; one that has just ended took the folder away.
+            # Of a run that was killed.
             for path in folder.iterdir():
                 path.unlink()
             yield folder

@@ -156,7 +156,8 @@ def check_names(side: str, buffers: Mapping, known: set) -> None:
     unknown = [name for name in buffers if name not in known]
     if unknown:
         raise AffineTransferExecutionError(f'{side} buffers are given for {listed(unknown)}, which the plan does not '
-                                           f'have; expected {{name: {{location: tensor}}}} for {listed(sorted(known))}')
+                                           'have; expected {name: {location: tensor}} for '
+                                           f'{listed(sorted(known))}')
 
 
 def _check_width(request: TransferRequest, width: int) -> None:

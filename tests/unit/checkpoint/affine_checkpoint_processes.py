@@ -15,7 +15,7 @@ from affine_zero_processes import EMPTY, build_model, config, optimizer_of, step
 WORLD_SIZE = 4
 STEP = "global_step2"
 STEPS = 2
-# Two dozen elements of every kind that a user's own state may have.
+# What users save beside the model.
 CLIENT_STATE = {"epoch": 3, "losses": [0.5, 0.25], "sampler": torch.arange(3)}
 SMALL_SCALE = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 
