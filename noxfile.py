@@ -2,7 +2,7 @@
 
 # DeepSpeed Team
 """Sessions that set everything up from a bare Python: `nox -s demo`, `nox -s tests`, `nox -s slow`, `nox -s docs`,
-`nox -s lint`.
+`nox -s browser`, `nox -s lint`.
 
 Each session installs the wheel built from this tree into a virtual environment of its own and runs outside the
 repository, so that what is exercised is what a user installs.
@@ -65,6 +65,16 @@ def slow(session):
     install_library(session, "test")
     install_deepspeed_for_tests(session)
     run_pytest(session, ["-m", "slow"], RUN_ENV)
+
+
+@nox.session
+def browser(session):
+    """Look at the page of `ds_affine explain --html` in headless Chromium, which the system must have."""
+    install_torch(session)
+    install_library(session, "test")
+    session.install("selenium>=4.11")
+    with outside_repository(session):
+        session.run("pytest", "-c", str(ROOT / "pyproject.toml"), str(ROOT / "tests" / "browser"))
 
 
 @nox.session
@@ -222,7 +232,7 @@ def pytest_arguments(posargs):
             argument = f"{ROOT / path}{separator}{test}"
             paths += 1
         arguments.append(argument)
-    return arguments if paths else [*arguments, str(ROOT / "tests")]
+    return arguments if paths else [*arguments, str(ROOT / "tests" / "unit")]
 
 
 def python_files(targets):

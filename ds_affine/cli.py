@@ -171,6 +171,7 @@ def _add_explain(subcommands):
         f"{LAYOUTS}", "  ds_affine explain lm_head.weight checkpoints rows-4")
     parser.add_argument("name", metavar="NAME", help="of the parameter")
     _add_sides(parser)
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures instead, which needs no other file")
 
 
 def _add_sides(parser):

@@ -4,9 +4,11 @@
 """The command `ds_affine explain`: why a parameter goes where it goes."""
 
 import sys
+from pathlib import Path
 
 import torch
 
+from ds_affine.page import page
 from ds_affine.sides import read_sides
 from ds_affine.tables import show
 
@@ -24,6 +26,9 @@ def run(options):
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ValueError(f"no parameter {options.name!r} is in both layouts{hint}")
         plan = sides.plan(options.same_processes)
+        if options.html:
+            Path(options.html).write_text(page(options.name, sides, plan), encoding="utf-8")
+            return 0
     except (ValueError, OSError) as error:
         print(f"ds_affine explain: {error}", file=sys.stderr)
         return 2
