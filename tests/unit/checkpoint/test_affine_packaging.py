@@ -68,7 +68,7 @@ def test_wheel_holds_exactly_our_sources(wheel):
     sources = {
         str(path.relative_to(REPOSITORY))
         for top in ("deepspeed", "ds_affine")
-        for path in (REPOSITORY / top).rglob("*.py")
+        for path in (REPOSITORY / top).rglob("*") if path.suffix in (".py", ".html")
     }
     assert packed == sources
 
