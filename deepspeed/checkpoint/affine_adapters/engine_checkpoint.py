@@ -11,6 +11,7 @@ from typing import Dict, Optional
 import torch
 
 from deepspeed.checkpoint.affine.composition import compose
+from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
 from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
@@ -48,25 +49,29 @@ def engine_checkpoint(folder):
     held = {}
     for name, first in shards[0].held.items():
         held[name] = replace(held[first.tied_to], tied_to=first.tied_to) if first.tied_to else _joined(
-            name, shards, _map_of(name, maps, files), files)
+            name, shards, _map_of(name, maps, shards, files), files)
     return Checkpoint(f'{shards[0].kind}, tensor-parallel over {len(shards)}', held, shards[0].left_out)
 
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """What one tensor-parallel rank holds, over locations 0 to ``world_size - 1``, and the maps that it saved."""
+    """What one tensor-parallel rank holds, over locations 0 to ``world_size - 1``, and the maps that it saved;
+    ``model`` are its model states."""
     kind: str
     world_size: int
     held: Dict[str, HeldParameter]
     left_out: Dict[str, str]
-    maps: Optional[dict]
+    model: dict
+
+    @property
+    def maps(self) -> Optional[dict]:
+        return (self.model.get('universal_checkpoint_info') or {}).get('affine_map')
 
 
 def _read_shard(files: RankFiles, rank):
     model = files.load('model', rank, 0)
-    maps = (model.get('universal_checkpoint_info') or {}).get('affine_map')
     if not files.has_optimizer:
-        return _Shard('without ZeRO', 1, with_whole(model, {}, model.get('module') or {}), {}, maps)
+        return _Shard('without ZeRO', 1, with_whole(model, {}, model.get('module') or {}), {}, model)
     first = files.load('optim', rank, 0)
     world_size = _world_size(first, files.path('optim', rank, 0))
     states = [first] + [files.load('optim', rank, data_rank) for data_rank in range(1, world_size)]
@@ -78,12 +83,12 @@ def _read_shard(files: RankFiles, rank):
     if stage != 3:
         trained = flat_trained(shapes, states, paths)
         _check_places(trained, module, files.path('model', rank, 0))
-        return _Shard(f'ZeRO-{stage} over {world_size}', world_size, with_whole(model, trained, module), {}, maps)
+        return _Shard(f'ZeRO-{stage} over {world_size}', world_size, with_whole(model, trained, module), {}, model)
     held = with_whole(model, {
         **zero3_trained(shapes, states, paths),
         **frozen_of(files, rank, model, world_size)
     }, buffers_of(model))
-    return _Shard(f'ZeRO-3 over {world_size}', world_size, held, left_out(model, held), maps)
+    return _Shard(f'ZeRO-3 over {world_size}', world_size, held, left_out(model, held), model)
 
 
 def _world_size(state, path):
@@ -125,8 +130,11 @@ def _maps(shards, files):
         raise CheckpointError(f'{files.path("model", 0, 0)}: {error}') from error
 
 
-def _map_of(name, maps, files):
+def _map_of(name, maps, shards, files):
     found = [one for pattern, one in maps.items() if re.match(pattern, name)]
+    if not found and name in (shards[0].model.get('buffer_names') or []):
+        # AutoTP describes parameters; buffers are whole on every rank.
+        return replicated_map(shards[0].held[name].layout.logical_shape, len(shards))
     if len(found) != 1:
         raise CheckpointError(f'{files.folder}: {len(found)} affine maps match parameter {name!r}; expected one.')
     return found[0]

@@ -522,3 +522,17 @@ def test_a_class_in_a_rank_file_is_refused_and_not_made(saved, folder, tmp_path,
     code, error = run_command(capsys, "reshard", source, tmp_path / "out", "--to", "hf")
     assert code == 2 and path.name in error and "Namespace" in error
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_buffers_beside_tensor_parallel_shards_are_whole(saved, folder, tmp_path):
+    """AutoTP has maps of parameters alone."""
+    source = tmp_path / "source"
+    shutil.copytree(step_folder(folder, "llama_zero3"), source)
+    for path in source.glob("*_model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        content["module"]["rope.scale"], content["buffer_names"] = torch.arange(3.), ["rope.scale"]
+        torch.save(content, path)
+    held = open_checkpoint(source).parameters["rope.scale"]
+    assert sorted(held.buffers) == [0, 2]
+    assert all(torch.equal(tensor, torch.arange(3.)) for tensor in held.buffers.values())
+    assert put_together(held).tolist() == [0, 1, 2]
