@@ -25,7 +25,7 @@ import torch
 import workloads
 from deepspeed.checkpoint.affine_transfer import plan_transfer, plan_transfers
 from peers import distinct, find_upstream, read_calls
-from tables import Requirement, Table, cpu_seconds, number
+from tables import Requirement, Table, conclude, cpu_seconds, number
 
 MODELS = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'models'
 LLAMA_8B, LLAMA_70B, DEEPSEEK = 'llama-3-8b', 'llama-3-70b', 'deepseek-v3'
@@ -386,14 +386,7 @@ def main(argv=None):
     ]
     report.table.show('Planning whole models (CPU seconds)')
     print(*report.notes, sep='\n')
-    verdicts = Table(('must be shown', 'found', 'required'), left=1)
-    for what, requirement in required:
-        verdicts.add(what, requirement.shown, requirement.bound)
-    verdicts.show('What must be shown')
-    if options.check and not all(requirement.met for _, requirement in required):
-        print('a requirement was missed or not measured', file=sys.stderr)
-        return 1
-    return 0
+    return conclude(required, options.check)
 
 
 if __name__ == '__main__':

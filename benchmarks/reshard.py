@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tables import Requirement, Table
+from tables import Requirement, Table, conclude
 
 MIB = 1 << 20
 RANKS = 4
@@ -177,14 +177,7 @@ def main(argv=None):
     required = [('one folder, than zero_to_fp32.py', Requirement(faster, 'x faster', least=1.5)),
                 ('one folder, peak', Requirement(max(one.peak for one in whole) / 1e6, 'MB', most=500)),
                 ('TP-4 shards, than one folder', Requirement(slower, 'x its time', most=1.1))]
-    verdicts = Table(('must be shown', 'found', 'required'), left=1)
-    for what, requirement in required:
-        verdicts.add(what, requirement.shown, requirement.bound)
-    verdicts.show('What must be shown')
-    if options.check and not all(requirement.met for _, requirement in required):
-        print('a requirement was missed', file=sys.stderr)
-        return 1
-    return 0
+    return conclude(required, options.check)
 
 
 if __name__ == '__main__':

@@ -48,6 +48,19 @@ class Requirement:
         return f'{number(self.found)} {self.unit}{"" if self.met else ", MISSED"}'
 
 
+def conclude(required, check):
+    """Print what must be shown, pairs of words and ``Requirement``; returns the exit code, 1 where ``check`` is given
+    and something was missed."""
+    verdicts = Table(('must be shown', 'found', 'required'), left=1)
+    for what, requirement in required:
+        verdicts.add(what, requirement.shown, requirement.bound)
+    verdicts.show('What must be shown')
+    if check and not all(requirement.met for _, requirement in required):
+        print('a requirement was missed or not measured', file=sys.stderr)
+        return 1
+    return 0
+
+
 class Table:
     """Rows of strings under named columns, of which the first ``left`` are aligned to the left."""
 

@@ -35,10 +35,9 @@ def run(options):
     name = options.name
     print(f"{name}, shape {sides.target[name].logical_shape}")
     for side, layout in (("source", sides.source[name]), ("target", sides.target[name])):
-        _show(f"\n{side}: elements of the parameter, and who has them",
-              ("location", "shape", "first", "strides", "held by"), piece_rows(layout))
-    _show("\ncopies: from which holder each target takes its elements",
-          ("from", "at", "to", "at", "shape", "chosen of"), copy_rows(plan[name], sides.source[name]))
+        _show(f"\n{side}: elements of the parameter, and who has them", PIECES, piece_rows(layout))
+    _show("\ncopies: from which holder each target takes its elements", COPIES,
+          copy_rows(plan[name], sides.source[name]))
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 from deepspeed.checkpoint.affine.union import union_affine_maps
-from ds_affine.sides import envelope_of, read_object
+from deepspeed.checkpoint.affine_adapters.safetensors_files import envelope_of, read_json
 
 
 def run(options):
@@ -17,7 +17,7 @@ def run(options):
     checked = found = 0
     for file in options.files:
         try:
-            entries = maps_in(read_object(Path(file)))
+            entries = maps_in(read_json(Path(file)))
         except (ValueError, OSError) as error:
             print(f"ds_affine lint: {error}", file=sys.stderr)
             return 2

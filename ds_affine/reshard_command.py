@@ -72,9 +72,8 @@ def _server(options, degree):
 
 
 def _say(options, checkpoint, layout):
-    size = sum(file.numbytes for file in layout.files)
     print(f"{options.source} ({checkpoint.kind}): {len(layout.places)} parameters to {len(layout.files)} files, "
-          f"{size / MIB:,.1f} MiB, in {options.destination}")
+          f"{layout.numbytes / MIB:,.1f} MiB, in {options.destination}")
     for name, why in checkpoint.left_out.items():
         print(f"left out: {name}: {why}")
     if options.dry_run:

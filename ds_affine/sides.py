@@ -3,7 +3,6 @@
 # DeepSpeed Team
 """The two layouts that a plan goes between, as the command line names them."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 from deepspeed.checkpoint.affine.partitions import zero3_partition_map
 from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
+from deepspeed.checkpoint.affine_adapters.safetensors_files import envelope_of, read_json
 from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndpoints, plan_transfers
-
-MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def _read(text):
     if path.is_dir():
         held = {name: one.layout for name, one in open_checkpoint(path).parameters.items() if not one.tied_to}
     elif path.is_file():
-        held = load_affine_maps(envelope_of(read_object(path)))
+        held = load_affine_maps(envelope_of(read_json(path)))
     else:
         raise ValueError(f'{text!r} is no layout (zero3-N, whole-N, rows-N, columns-N), no checkpoint and no file')
     return {name: one.logical_shape for name, one in held.items()}, lambda shapes: held
@@ -96,29 +94,7 @@ def _map(kind, shape, ranks):
 
 
 def _table(path):
-    parameters = read_object(path).get('parameters')
+    parameters = read_json(path).get('parameters')
     if not isinstance(parameters, dict):
         raise ValueError(f'{path}: has no "parameters", names with their shapes')
     return {name: tuple(shape) for name, shape in parameters.items()}
-
-
-def envelope_of(content):
-    """The maps in a file that says besides in which files the shards are, as `ds_affine reshard` writes it."""
-    return {key: content[key] for key in ('version', 'params') if key in content} if 'files' in content else content
-
-
-def read_object(path):
-    """A JSON object from a file that is not trusted.
-
-    Raises:
-        ValueError: none, or more than 1 GiB.
-    """
-    if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f'{path}: has {path.stat().st_size:,} bytes; expected at most 1 GiB')
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f'{path}: is no JSON: {error}') from error
-    if not isinstance(content, dict):
-        raise ValueError(f'{path}: holds a {type(content).__name__}; expected an object')
-    return content

@@ -9,11 +9,11 @@ import torch
 
 from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
 from deepspeed.checkpoint.affine_transfer import plan_transfer
+from deepspeed.checkpoint.affine_transfer_executor.checksums import WORDS
 from ds_affine.choice import is_chosen
 
 # Elements that are compared at one time.
 BLOCK = 1 << 22
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def run(options):
@@ -70,7 +70,7 @@ def _same(segment, sources, targets):
 
 def _blocks(tensor, offset, strides, shape):
     """The elements of a strided region as integers of their width, some rows of it at a time."""
-    flat = tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    flat = tensor.contiguous().view(-1).view(WORDS[tensor.element_size()])
     step = len(flat) // max(tensor.numel(), 1)
     view = flat.as_strided((*shape, step), (*(stride * step for stride in strides), 1),
                            flat.storage_offset() + offset * step)

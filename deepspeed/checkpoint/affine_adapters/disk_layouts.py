@@ -79,15 +79,14 @@ def whole_layout(shapes, dtypes, file_bytes):
         f'model-{number:05d}-of-{len(files):05d}.safetensors' for number in range(1,
                                                                                   len(files) + 1)
     ]
+    made = [DiskFile(name, 0, tensors) for name, tensors in zip(names, files)]
     maps = {shape: replicated_map(shape, 1) for shape in set(shapes.values())}
-    layout = DiskLayout([DiskFile(name, 0, tensors) for name, tensors in zip(names, files)], {
-        name: Place(maps[shape], name)
-        for name, shape in shapes.items()
-    }, {})
-    if len(files) > 1:
-        weight_map = {name: file.name for file in layout.files for name in file.tensors}
-        layout.indices[INDEX] = {'metadata': {'total_size': layout.numbytes}, 'weight_map': weight_map}
-    return layout
+    places = {name: Place(maps[shape], name) for name, shape in shapes.items()}
+    if len(made) == 1:
+        return DiskLayout(made, places, {})
+    weight_map = {name: file.name for file in made for name in file.tensors}
+    size = sum(file.numbytes for file in made)
+    return DiskLayout(made, places, {INDEX: {'metadata': {'total_size': size}, 'weight_map': weight_map}})
 
 
 def split_layout(shapes, dtypes, degree, splits):
@@ -156,11 +155,5 @@ def _by_rank(places, tensors):
     ]
     maps = dump_affine_maps({name: place.layout for name, place in places.items()})
     rows = {name: [place.tensor, place.start] for name, place in places.items() if place.tensor != name}
-    return DiskLayout(files, places,
-                      {MAPS: {
-                          **maps, 'files': {
-                              file.location: file.name
-                              for file in files
-                          },
-                          'rows': rows
-                      }})
+    index = {**maps, 'files': {file.location: file.name for file in files}, 'rows': rows}
+    return DiskLayout(files, places, {MAPS: index})

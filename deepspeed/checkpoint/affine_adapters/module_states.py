@@ -5,8 +5,7 @@
 
 from dataclasses import replace
 
-from deepspeed.checkpoint.affine.constructors import replicated_map
-from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+from deepspeed.checkpoint.affine_adapters.stored import whole
 from deepspeed.checkpoint.affine_adapters.zero_files import zero3_frozen
 
 
@@ -29,24 +28,24 @@ def left_out(model, held):
     return {name: why for name in model.get('module') or {} if name not in held}
 
 
-def with_whole(model, cut, whole):
+def with_whole(model, cut, rest):
     """Parameters that ZeRO cut, with tensors that this rank has whole, in the module's order, and tied names.
 
     Args:
         model: model states of a rank.
-        cut: name -> HeldParameter. whole: name -> tensor.
+        cut: name -> HeldParameter. rest: name -> tensor.
     """
     tied, held, first_at = dict(model.get('shared_params') or {}), {}, {}
     for name in [*(model.get('module') or {}), *cut]:
         if name in cut:
             held[name] = cut[name]
-        elif name in whole and name not in tied:
-            tensor = whole[name].detach()
+        elif name in rest and name not in tied:
+            tensor = rest[name].detach()
             # Without ZeRO nothing else says which are one.
             place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
             if tensor.numel() and first_at.setdefault(place, name) != name:
                 tied[name] = first_at[place]
             else:
-                held[name] = HeldParameter(replicated_map(tuple(tensor.shape), 1), {0: tensor}, tensor.dtype)
+                held[name] = whole(tensor)
     held.update({name: replace(held[first], tied_to=first) for name, first in tied.items() if first in held})
     return held

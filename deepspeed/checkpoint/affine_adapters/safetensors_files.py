@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
-from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError
+from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError, whole
 
 INDEX = 'model.safetensors.index.json'
 # Beside files of several ranks: {'version': 1, 'params': {name: map}}, and which file is whose.
@@ -66,14 +65,7 @@ def safetensors_checkpoint(folder):
             if name in tensors:
                 raise CheckpointError(f'{path}: has {name!r}, which another file of the folder has too.')
             tensors[name] = tensor
-    layouts = {}
-    held = {}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        if shape not in layouts:
-            layouts[shape] = replicated_map(shape, 1)
-        held[name] = HeldParameter(layouts[shape], {0: tensor}, tensor.dtype)
-    return Checkpoint('safetensors', held, {})
+    return Checkpoint('safetensors', {name: whole(tensor) for name, tensor in tensors.items()}, {})
 
 
 def _files_of(folder):
@@ -92,7 +84,7 @@ def _of_ranks(folder):
     """Shards of several ranks, with their maps."""
     stored = read_json(folder / MAPS)
     try:
-        maps = load_affine_maps({key: stored.get(key) for key in ('version', 'params')})
+        maps = load_affine_maps(envelope_of(stored))
         files = {int(rank): inside(folder, name) for rank, name in stored['files'].items()}
         rows = {name: (place[0], int(place[1])) for name, place in stored.get('rows', {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -125,6 +117,11 @@ def _rows(tensor, start, shape, what):
     return tensor.narrow(0, start, shape[0])
 
 
+def envelope_of(content):
+    """The maps in the JSON of a file that may say besides in which files the shards are, as ``MAPS`` does."""
+    return {key: content[key] for key in ('version', 'params') if key in content} if 'files' in content else content
+
+
 def read_json(path):
     """A file that holds a JSON object; not trusted.
 
@@ -133,7 +130,7 @@ def read_json(path):
     """
     try:
         if path.stat().st_size > _INDEX_BYTES:
-            raise CheckpointError(f'{path}: has {path.stat().st_size} bytes; expected an index.')
+            raise CheckpointError(f'{path}: has {path.stat().st_size} bytes; expected at most 1 GiB.')
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f'{path}: {error}') from error
@@ -177,7 +174,7 @@ def _view(mapped, start, dtype, shape):
 
 
 @contextmanager
-def new_file(path, tensors, metadata=None):
+def new_file(path, tensors):
     """Make a file and fill it through memory: its tensors are views of the mapped file.
 
     Disk space is taken first, so a full disk is an error here and not a signal later. Left regularly, the file is on
@@ -186,7 +183,6 @@ def new_file(path, tensors, metadata=None):
     Args:
         path: of a file that is not there yet.
         tensors: name -> (dtype, shape).
-        metadata: strings by string, for the header.
 
     Yields:
         ``{name: tensor}``, all zero.
@@ -203,7 +199,7 @@ def new_file(path, tensors, metadata=None):
     unknown = [f'{name} ({dtype})' for name, (dtype, _) in tensors.items() if dtype not in _NAMES]
     if unknown:
         raise ValueError(f'safetensors has no dtype for {unknown[0]}.')
-    header, offsets, total = {'__metadata__': {'format': 'pt', **(metadata or {})}}, {}, 0
+    header, offsets, total = {'__metadata__': {'format': 'pt'}}, {}, 0
     # Widest first, as the format wants it: all are then aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]

@@ -4,8 +4,12 @@
 """What a checkpoint on disk holds, in the form in which the adapters describe a live model."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Dict
 
+import torch
+
+from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
 
 
@@ -26,3 +30,13 @@ class Checkpoint:
     kind: str
     parameters: Dict[str, HeldParameter]
     left_out: Dict[str, str]
+
+
+def whole(tensor: torch.Tensor) -> HeldParameter:
+    """A tensor that lies whole in one file, at location 0. Tensors of equal shape share their map."""
+    return HeldParameter(_whole_map(tuple(tensor.shape)), {0: tensor}, tensor.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _whole_map(shape):
+    return replicated_map(shape, 1)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.affine.constructors import replicated_map
-from deepspeed.checkpoint.affine_adapters.held import HeldParameter
 from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
 from deepspeed.checkpoint.affine_adapters.rank_files import rank_files
-from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError
+from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError, whole
 from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
 
 PARAMETERS, WEIGHTS = 'zero', 'fp32.pt'
@@ -46,7 +44,7 @@ def universal_checkpoint(folder):
     if not trained:
         raise CheckpointError(f'{folder}: has no {PARAMETERS}/*/{WEIGHTS}. Did the conversion end?')
     if not any(folder.glob('*_model_states.pt')):
-        return Checkpoint('universal', {name: _whole(tensor) for name, tensor in trained.items()}, {})
+        return Checkpoint('universal', {name: whole(tensor) for name, tensor in trained.items()}, {})
     return _with_model_states(rank_files(folder), trained)
 
 
@@ -57,17 +55,13 @@ def _with_model_states(files, trained):
     alone = files.tensor_parallel == 1
     cut = {
         # ZeRO-3's parameters are written flat where no tensor-parallel shards were put together.
-        name: _whole(tensor.view(shapes[name]) if alone and name in shapes else tensor)
+        name: whole(tensor.view(shapes[name]) if alone and name in shapes else tensor)
         for name, tensor in trained.items()
     }
-    whole = buffers_of(model)
+    rest = buffers_of(model)
     if alone and files.cuts_module:
         cut.update(frozen_of(files, 0, model, len(files.model)))
     elif alone:
-        whole = model.get('module') or {}
-    held = with_whole(model, cut, whole)
+        rest = model.get('module') or {}
+    held = with_whole(model, cut, rest)
     return Checkpoint('universal', held, left_out(model, held))
-
-
-def _whole(tensor):
-    return HeldParameter(replicated_map(tuple(tensor.shape), 1), {0: tensor}, tensor.dtype)

@@ -16,7 +16,8 @@ import torch
 
 # Words that are multiplied at one time; each takes 8 bytes.
 BLOCK = 1 << 14
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# By bytes of an element: an integer dtype for its bits, or for half of them.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Checksums:
@@ -45,7 +46,7 @@ class Checksums:
         """
         sums = torch.zeros(len(runs), dtype=torch.int64, device=data.device)
         for index, (start, stop, width) in enumerate(runs):
-            self._add(sums[index], data[start:stop].view(_WORDS[width]))
+            self._add(sums[index], data[start:stop].view(WORDS[width]))
         return sums
 
     def _add(self, total: torch.Tensor, words: torch.Tensor) -> None:

@@ -739,15 +739,12 @@ def test_the_format_s_own_reader_reads_every_dtype(dtype, tmp_path):
 
 def test_dtypes_of_all_widths_share_a_file(tmp_path):
     path = tmp_path / "made.safetensors"
-    with new_file(path, {
-            name: (tensor.dtype, tuple(tensor.shape))
-            for name, tensor in tensors().items()
-    }, {"a": "b"}) as made:
+    with new_file(path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors().items()}) as made:
         for name, tensor in tensors().items():
             assert made[name].data_ptr() % tensor.element_size() == 0
             made[name].copy_(tensor)
     assert_same(load_file(path), tensors())
-    assert header_of(path.read_bytes())[0]["__metadata__"] == {"format": "pt", "a": "b"}
+    assert header_of(path.read_bytes())[0]["__metadata__"] == {"format": "pt"}
 
 
 def test_a_file_without_tensors_is_one(tmp_path):
