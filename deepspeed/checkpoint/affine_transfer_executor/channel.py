@@ -4,11 +4,11 @@
 """Raw bytes between the processes of a group, over any kind of group that torch has."""
 
 import os
-import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Iterator, List, Sequence, Tuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, _g
 from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, TransferBrokenError,
                                                                   described, forget_locals)
 from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
+from deepspeed.checkpoint.affine_transfer_executor.patience import Question
 
 # Backends that move accelerator memory; every other one is handed CPU memory.
 DEVICES = {'nccl': 'cuda', 'xccl': 'xpu', 'hccl': 'npu'}
@@ -140,7 +141,7 @@ class Channel:
             raise WaitFailed(pending, str(error)) from error
         # gloo ends the operation itself when its own timeout is over, so that needs a little longer here.
         patience = 1.5 * timeout + 1 if self.device.type == 'cpu' else timeout
-        self.wait(pending, time.monotonic() + patience)
+        self.wait([pending], time.monotonic() + patience)
         return [item.cpu() for item in rows]
 
     def post(self, receives: Sequence[Tuple[int, torch.Tensor]],
@@ -174,24 +175,42 @@ class Channel:
             raise WaitFailed(pending, str(error)) from error
         return [Pending(pending.action, peers, work)] if peers else []
 
-    def wait(self, pending: Pending, deadline: float) -> None:
-        """Wait for one operation until ``deadline`` (of ``time.monotonic()``).
+    def wait(self, operations: Sequence[Pending], deadline: float) -> None:
+        """Wait for operations until ``deadline`` (of ``time.monotonic()``), or until the group breaks elsewhere.
 
         Raises:
-            WaitFailed: it broke, or did not end in time.
+            WaitFailed: one broke, or did not end in time.
         """
-        left = max(deadline - time.monotonic(), 0.001)
-        try:
-            if self.device.type == 'cpu':
-                finished = pending.work.wait(timedelta(seconds=left))
-            else:
-                finished = _poll(pending.work, deadline)
-                if finished:
-                    pending.work.wait()
-        except RuntimeError as error:
-            raise WaitFailed(pending, str(error)) from error
-        if finished is False:
-            raise WaitFailed(pending, f'nothing came in {left:.1f} seconds')
+        waiting = list(operations)
+        # A closure would outlive forget_locals: frames keep their functions, and these their cells.
+        question = Question(partial(self._wait_for_each, waiting, deadline))
+        while not question.answered(WATCH_EVERY):
+            if self.board.broken() is not None:
+                # gloo tells a process whose peer has hung up at once, but now and then it forgets an operation that
+                # was just under way (seen a few times in a thousand breaks).
+                self.hang_up()
+                if not question.answered(WATCH_EVERY):
+                    raise WaitFailed(next(iter(waiting), operations[-1]), 'the group broke elsewhere')
+        question.answer()
+        if self.device.type != 'cpu':
+            for pending in operations:
+                # Orders the stream that is current in this thread.
+                pending.work.wait()
+
+    def _wait_for_each(self, waiting: List[Pending], deadline: float) -> None:
+        """Take operations off the list as they end."""
+        while waiting:
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                if self.device.type == 'cpu':
+                    finished = waiting[0].work.wait(timedelta(seconds=left))
+                else:
+                    finished = _poll(waiting[0].work, deadline)
+            except RuntimeError as error:
+                raise WaitFailed(waiting[0], str(error)) from error
+            if finished is False:
+                raise WaitFailed(waiting[0], f'nothing came in {left:.1f} seconds')
+            del waiting[0]
 
     def leave(self, what: str, report: str) -> TransferBrokenError:
         """End the group: note why on the board, hang up, and make the error to raise.
@@ -221,38 +240,13 @@ class Channel:
             TransferBrokenError: for any Exception; what interrupts the process is raised as it is.
         """
         try:
-            with self._watched():
-                yield
+            yield
         except BaseException as error:
             broken = self.leave(what, f'process {self.rank} {described(error)}')
             forget_locals(error)
             if not isinstance(error, Exception):
                 raise
             raise broken from error
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Hang up if the board says meanwhile that the group broke elsewhere.
-
-        gloo tells a process whose peer has hung up at once, but now and then a receive that was just being posted goes
-        on waiting (seen about once in a hundred breaks).
-        """
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(WATCH_EVERY):
-                if self.board.broken() is not None:
-                    self.hang_up()
-                    return
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            # A thread that is left behind may abort a process that ends meanwhile.
-            thread.join()
 
     def hang_up(self) -> None:
         """Break the connections of this process, so that those who wait for it hear of it now.

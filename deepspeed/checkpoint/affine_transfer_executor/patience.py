@@ -29,11 +29,41 @@ def checked_timeout(value) -> float:
     return float(value)
 
 
-def within(seconds: float, question: Callable[[], Any]) -> Any:
-    """What ``question`` returns or raises, if it does so in time.
+class Question:
+    """Something that is asked in a thread of its own, which the asking thread need not wait for.
 
-    It is asked in a thread of its own, as torch's stores may wait for their server for ever. A thread without
-    an answer is left behind; it ends no later than the process.
+    A thread without an answer is left behind; it ends no later than the process.
+
+    Args:
+        ask: what to call.
+    """
+
+    def __init__(self, ask: Callable[[], Any]):
+        self._answers: List[Tuple[Any, Any]] = []
+        self._thread = threading.Thread(target=self._run, args=(ask, ), daemon=True)
+        self._thread.start()
+
+    def answered(self, seconds: float) -> bool:
+        """Whether there is an answer within so many seconds. Ctrl-C ends the waiting."""
+        self._thread.join(max(seconds, 0.0))
+        return bool(self._answers)
+
+    def answer(self) -> Any:
+        """What the call returned; what it raised is raised."""
+        answer, error = self._answers[0]
+        if error is not None:
+            raise error
+        return answer
+
+    def _run(self, ask: Callable[[], Any]) -> None:
+        try:
+            self._answers.append((ask(), None))
+        except Exception as error:
+            self._answers.append((None, error))
+
+
+def within(seconds: float, ask: Callable[[], Any]) -> Any:
+    """What ``ask`` returns or raises, if it does so in time. torch's stores may wait for their server for ever.
 
     Raises:
         Silent: no answer within ``seconds``.
@@ -42,20 +72,7 @@ def within(seconds: float, question: Callable[[], Any]) -> Any:
 
         within(5.0, lambda: store.get('key'))
     """
-    answers: List[Tuple[Any, Any]] = []
-
-    def ask() -> None:
-        try:
-            answers.append((question(), None))
-        except Exception as error:
-            answers.append((None, error))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(max(seconds, 0.0))
-    if not answers:
+    question = Question(ask)
+    if not question.answered(seconds):
         raise Silent(f'no answer in {seconds:.1f} seconds')
-    answer, error = answers[0]
-    if error is not None:
-        raise error
-    return answer
+    return question.answer()

@@ -186,11 +186,10 @@ class _Run:
     def _finish(self, item: BoundRound, pending: List[Pending]) -> None:
         deadline = time.monotonic() + self.recipe.options.timeout
         with self.timed('wait'):
-            for operation in pending:
-                try:
-                    self.channel.wait(operation, deadline)
-                except WaitFailed as failure:
-                    raise Explained(self._account(item, failure)) from failure
+            try:
+                self.channel.wait(pending, deadline)
+            except WaitFailed as failure:
+                raise Explained(self._account(item, failure)) from failure
         with self.timed('unpack'):
             item.unpack.run()
         self._advance(sum(message.numbytes for message in item.round.receives + item.round.sends))

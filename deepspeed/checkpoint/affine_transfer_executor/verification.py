@@ -152,9 +152,7 @@ def _exchange(exchange: Exchange, channel: Channel, timeout: float) -> List[str]
                           [(peer, sums.view(torch.uint8)) for peer, sums in mine])
     # While they travel, the same is read here.
     here = [_all_checksums(readings) for _, readings in exchange.receives]
-    deadline = time.monotonic() + timeout
-    for pending in posted:
-        channel.wait(pending, deadline)
+    channel.wait(posted, time.monotonic() + timeout)
     found = []
     for (peer, readings), (_, sums), own in zip(exchange.receives, theirs, here):
         names = [name for reading in readings for name in reading.names]

@@ -4,13 +4,15 @@
 """Workers of transfers in which something goes wrong. They import little, as the killed ones must be replaced."""
 
 import re
+import signal
+import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 
-from affine_fault_points import acting, counted_operations, die
+from affine_fault_points import acting, counted_operations, die, forgotten_operations
 from affine_pool import PATIENCE, standing_group
 from affine_transfer_cases import copied, differing, everything, only
 from deepspeed.checkpoint.affine import contiguous_split_map, relabel
@@ -116,6 +118,44 @@ def raising(world, turn, guilty, number, kind, staged):
             assert not staged or case.wrong(targets, me, 0) == []
         unusable(case, program, group, me)
     go_on(world.store(f'{turn}, again'), me, [0, 1, 2], ENDS)
+    return words
+
+
+# Cut off
+
+
+def forgotten(world, turn):
+    """Process 2 is killed, and gloo does not tell process 0 that its round came to nothing."""
+    case, me = everything(ENDS), world.rank
+    with join_transfer_group(world.store(turn), me, world.size, timeout=PATIENCE) as group:
+        targets = case.targets(me)
+        program = case.compile(me, case.sources(me, 0), targets, group, staged=True)
+        with (forgotten_operations(), nullcontext(), acting('post', 0, die))[me]:
+            how, words = outcome(program.run)
+        assert how == BROKE
+    go_on(world.store(f'{turn}, survivors'), me, [0, 1], PAIR)
+    return words
+
+
+def interrupted(world, turn):
+    """Somebody at the keyboard of process 0 loses patience while process 1 is late, which then hears of it."""
+    case, me, store = everything(PAIR), world.rank, world.store(turn)
+    targets = case.targets(me)
+    with join_transfer_group(store, me, world.size, timeout=PATIENCE) as group:
+        program = case.compile(me, case.sources(me, 0), targets, group, staged=True)
+        if me:
+            with acting('post', 0, lambda: store.wait(['interrupted'])):
+                how, words = outcome(program.run)
+            assert how == BROKE
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with acting('wait', 1, lambda: threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()):
+                try:
+                    words = f'it ended by itself: {outcome(program.run)}'
+                except KeyboardInterrupt:
+                    words = ''
+            store.set('interrupted', 'yes')
+        unusable(case, program, group, me)
     return words
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from affine_fault_processes import (BROKE, PAIR, SMALL, freed_between_runs, killed, late_for_ever, late_in_time,
-                                    one_runs_and_one_compiles, outcome, promises_old_targets, raising,
-                                    refused_over_and_over)
+from affine_fault_processes import (BROKE, PAIR, SMALL, forgotten, freed_between_runs, interrupted, killed,
+                                    late_for_ever, late_in_time, one_runs_and_one_compiles, outcome,
+                                    promises_old_targets, raising, refused_over_and_over)
 from affine_pool import PATIENCE, Pool
 from affine_processes import run_processes
 from affine_transfer_cases import everything
@@ -89,6 +89,22 @@ def test_a_peer_that_is_killed_in_an_agreement(pool, time):
     survivors = kill(pool, time % 3, moment, budget=SMALL, staged=True, verify=time % 8 < 4)
     # Who has agreed to switch does, and hears of it in the next run.
     assert time % 4 == 1 or all(('before it began' in text) == (time % 4 in (0, 3)) for text in survivors), survivors
+
+
+# Cut off
+
+
+def test_a_process_whose_connection_forgets_an_operation_hears_of_the_end(pool):
+    forgetful, other, _ = pool.run(forgotten, may_die={2}, timeout=60)
+    assert 'the group broke elsewhere. It began elsewhere: process 1 waited for process 2' in forgetful
+    assert is_named(2, other)
+
+
+def test_who_waits_for_a_peer_can_be_interrupted():
+    with Pool(2) as pair:
+        impatient, words = pair.run(interrupted, timeout=60)
+    assert impatient == ''
+    assert 'It began elsewhere: process 0 KeyboardInterrupt' in words
 
 
 # Late
