@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Iterator, List, Sequence, Tuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, _g
 from deepspeed.checkpoint.affine_transfer_executor.errors import (AffineTransferExecutionError, TransferBrokenError,
                                                                   described, forget_locals)
 from deepspeed.checkpoint.affine_transfer_executor.notices import NoticeBoard
-from deepspeed.checkpoint.affine_transfer_executor.patience import Question
+from deepspeed.checkpoint.affine_transfer_executor.patience import Helper
 
 # Backends that move accelerator memory; every other one is handed CPU memory.
 DEVICES = {'nccl': 'cuda', 'xccl': 'xpu', 'hccl': 'npu'}
@@ -110,6 +110,11 @@ class Channel:
         backend = group.backend
         return cls(group, backend.rank(), backend.size(), _message_device(backend), os.getpid())
 
+    @cached_property
+    def _helper(self) -> Helper:
+        """Who waits inside torch, where one cannot be called away."""
+        return Helper()
+
     def check_open(self) -> None:
         """Raise AffineTransferExecutionError if the group was closed, as its ``backend`` does."""
         _ = self.backend
@@ -183,7 +188,7 @@ class Channel:
         """
         waiting = list(operations)
         # A closure would outlive forget_locals: frames keep their functions, and these their cells.
-        question = Question(partial(self._wait_for_each, waiting, deadline))
+        question = self._helper.ask(partial(self._wait_for_each, waiting, deadline))
         while not question.answered(WATCH_EVERY):
             if self.board.broken() is not None:
                 # gloo tells a process whose peer has hung up at once, but now and then it forgets an operation that

@@ -3,8 +3,10 @@
 # DeepSpeed Team
 """Waiting with an end."""
 
+import queue
 import threading
-from typing import Any, Callable, List, Tuple
+from contextlib import suppress
+from typing import Any, Callable, Optional, Tuple
 
 from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine_transfer_executor.errors import AffineTransferExecutionError
@@ -30,40 +32,56 @@ def checked_timeout(value) -> float:
 
 
 class Question:
-    """Something that is asked in a thread of its own, which the asking thread need not wait for.
+    """A call that is made elsewhere, and whose end one may wait for."""
 
-    A thread without an answer is left behind; it ends no later than the process.
+    def __init__(self, call: Callable[[], Any]):
+        self._call = call
+        self._answers: Any = queue.SimpleQueue()
+        self._answer: Optional[Tuple[Any, Any]] = None
 
-    Args:
-        ask: what to call.
-    """
-
-    def __init__(self, ask: Callable[[], Any]):
-        self._answers: List[Tuple[Any, Any]] = []
-        self._thread = threading.Thread(target=self._run, args=(ask, ), daemon=True)
-        self._thread.start()
+    def put(self) -> None:
+        """Make the call, in the thread that has the time."""
+        try:
+            self._answers.put((self._call(), None))
+        except Exception as error:
+            self._answers.put((None, error))
 
     def answered(self, seconds: float) -> bool:
         """Whether there is an answer within so many seconds. Ctrl-C ends the waiting."""
-        self._thread.join(max(seconds, 0.0))
-        return bool(self._answers)
+        with suppress(queue.Empty):
+            self._answer = self._answer or self._answers.get(timeout=max(seconds, 0.0))
+        return self._answer is not None
 
     def answer(self) -> Any:
         """What the call returned; what it raised is raised."""
-        answer, error = self._answers[0]
+        answer, error = self._answer
         if error is not None:
             raise error
         return answer
 
-    def _run(self, ask: Callable[[], Any]) -> None:
-        try:
-            self._answers.append((ask(), None))
-        except Exception as error:
-            self._answers.append((None, error))
+
+class Helper:
+    """A thread that answers one question after another and ends with this object.
+
+    One that gets no answer is left behind; it ends no later than the process.
+    """
+
+    def __init__(self):
+        self._questions: Any = queue.SimpleQueue()
+        threading.Thread(target=_answer_all, args=(self._questions, ), daemon=True).start()
+
+    def __del__(self):
+        self._questions.put(None)
+
+    def ask(self, call: Callable[[], Any]) -> Question:
+        """A question whose answer ``call`` gives, after those that were asked before."""
+        question = Question(call)
+        self._questions.put(question)
+        return question
 
 
-def within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns or raises, if it does so in time. torch's stores may wait for their server for ever.
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns or raises, if it does so in time. torch's stores may wait for their server for ever.
 
     Raises:
         Silent: no answer within ``seconds``.
@@ -72,7 +90,14 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 
         within(5.0, lambda: store.get('key'))
     """
-    question = Question(ask)
+    question = Helper().ask(call)
     if not question.answered(seconds):
         raise Silent(f'no answer in {seconds:.1f} seconds')
     return question.answer()
+
+
+def _answer_all(questions: Any) -> None:
+    while (question := questions.get()) is not None:
+        question.put()
+        # Not to keep what it was about.
+        del question
