@@ -13,6 +13,8 @@ import torch
 from deepspeed.checkpoint.affine.composition import compose
 from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
+from deepspeed.checkpoint.affine_adapters.expert_files import (check_experts, expert_weights, flat_experts,
+                                                               single_experts, trained_shapes, zero3_experts)
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
 from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
 from deepspeed.checkpoint.affine_adapters.rank_files import RankFiles, rank_files
@@ -21,7 +23,8 @@ from deepspeed.checkpoint.affine_adapters.zero_files import flat_trained, zero3_
 
 
 def engine_checkpoint(folder):
-    """Describe the weights in the folder of one saved step: with ZeRO-1, 2, 3 or without, with or without AutoTP.
+    """Describe the weights in the folder of one saved step: with ZeRO-1, 2, 3 or without, with AutoTP, AutoEP or
+    neither.
 
     Trained parameters are the optimizer's master weights, usually in float32; frozen parameters and buffers are as
     the module holds them. Without ZeRO all are the module's. Location ``t * W + d`` stands for data-parallel rank d,
@@ -35,7 +38,7 @@ def engine_checkpoint(folder):
 
     Raises:
         CheckpointError: missing, truncated or contradictory files, naming them; tensor-parallel shards without maps;
-            checkpoints of pipeline stages or of experts.
+            checkpoints of pipeline stages, of experts beside AutoTP, or of experts that AutoEP has not placed.
 
     Example::
 
@@ -69,37 +72,65 @@ class _Shard:
 
 
 def _read_shard(files: RankFiles, rank):
-    model = files.load('model', rank, 0)
+    model, path = files.load('model', rank, 0), files.path('model', rank, 0)
+    module = model.get('module') or {}
     if not files.has_optimizer:
-        return _Shard('without ZeRO', 1, with_whole(model, {}, model.get('module') or {}), {}, model)
+        experts = single_experts(_experts(files, model, 1, path), files)
+        return _Shard('without ZeRO', 1, with_whole(model, experts, module), {}, model)
     first = files.load('optim', rank, 0)
     world_size = _world_size(first, files.path('optim', rank, 0))
+    experts = _experts(files, model, world_size, path)
     states = [first] + [files.load('optim', rank, data_rank) for data_rank in range(1, world_size)]
     paths = [files.path('optim', rank, data_rank) for data_rank in range(world_size)]
-    shapes = {name: tuple(shape) for group in model.get('param_shapes') or [] for name, shape in group.items()}
+    shapes = trained_shapes(model)
     # DeepSpeed's optimizer for bfloat16, which is a ZeRO-1, does not say so.
     stage = int(getattr(first.get('zero_stage'), 'value', first.get('zero_stage')) or 1)
-    module = model.get('module') or {}
+    kind = f'ZeRO-{stage} over {world_size}' + (f', experts over {len(_any(experts).holders)}' if experts else '')
     if stage != 3:
-        trained = flat_trained(shapes, states, paths)
-        _check_places(trained, module, files.path('model', rank, 0))
-        return _Shard(f'ZeRO-{stage} over {world_size}', world_size, with_whole(model, trained, module), {}, model)
-    held = with_whole(model, {
-        **zero3_trained(shapes, states, paths),
-        **frozen_of(files, rank, model, world_size)
-    }, buffers_of(model))
-    return _Shard(f'ZeRO-3 over {world_size}', world_size, held, left_out(model, held), model)
+        trained = flat_trained({name: shape for name, shape in shapes.items() if name not in experts}, states, paths)
+        _check_places(trained, module, path)
+        single, placed = single_experts(experts, files), flat_experts(experts, states, paths)
+        check_experts(placed, single, experts, path)
+        held = with_whole(model, {**trained, **single, **placed}, module)
+        return _Shard(kind, world_size, held, {}, model)
+    models = [model] + [files.load('model', rank, data_rank) for data_rank in range(1, world_size)]
+    held = with_whole(
+        model, {
+            **zero3_trained(shapes, states, paths, {
+                name: one.copies
+                for name, one in experts.items()
+            }),
+            **(zero3_experts(experts, models, states, paths) if experts else {}),
+            **frozen_of(files, rank, models)
+        }, buffers_of(model))
+    return _Shard(kind, world_size, held, left_out(model, held), model)
+
+
+def _experts(files, model, world_size, path):
+    weights = expert_weights(model, world_size, path)
+    if (files.experts or model.get('num_experts')) and not weights:
+        raise CheckpointError(
+            f'{path}: has experts that AutoEP has not placed, of which nobody can tell which rank '
+            'trains which. Convert the checkpoint with deepspeed.checkpoint.ds_to_universal and pass '
+            'the universal one.')
+    if weights and files.tensor_parallel > 1:
+        raise CheckpointError(f'{path}: experts beside tensor parallelism are not read from here. Convert the '
+                              'checkpoint with deepspeed.checkpoint.ds_to_universal and pass the universal one.')
+    return weights
+
+
+def _any(values):
+    return next(iter(values.values()))
 
 
 def _world_size(state, path):
+    """Data-parallel ranks; experts are cut over fewer of them."""
     counts = state.get('partition_count')
-    counts = set(counts) if isinstance(counts, list) else {counts}
-    count = counts.pop() if len(counts) == 1 else None
-    if type(count) is not int or count < 1:
-        raise CheckpointError(f'{path}: partition_count is {state.get("partition_count")!r}; expected one number of '
-                              'data-parallel ranks. Experts that have a number of their own are read from universal '
-                              'checkpoints.')
-    return count
+    counts = counts if isinstance(counts, list) and counts else [counts]
+    if any(type(count) is not int or count < 1 for count in counts):
+        raise CheckpointError(f'{path}: partition_count is {state.get("partition_count")!r}; expected the numbers of '
+                              'ranks that each group of parameters is cut over.')
+    return max(counts)
 
 
 def _check_places(trained, module, path):

@@ -9,11 +9,10 @@ from deepspeed.checkpoint.affine_adapters.stored import whole
 from deepspeed.checkpoint.affine_adapters.zero_files import zero3_frozen
 
 
-def frozen_of(files, rank, model, world_size):
-    """Frozen parameters of a module that ZeRO-3 has cut; ``model`` are the model states of data-parallel rank 0."""
-    models = [model] + [files.load('model', rank, data_rank) for data_rank in range(1, world_size)]
-    paths = [files.path('model', rank, data_rank) for data_rank in range(world_size)]
-    return zero3_frozen(model.get('frozen_param_shapes') or {}, models, paths)
+def frozen_of(files, rank, models):
+    """Frozen parameters of a module that ZeRO-3 has cut; ``models``: model states of all data-parallel ranks."""
+    paths = [files.path('model', rank, data_rank) for data_rank in range(len(models))]
+    return zero3_frozen(models[0].get('frozen_param_shapes') or {}, models, paths)
 
 
 def buffers_of(model):

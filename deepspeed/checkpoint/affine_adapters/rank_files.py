@@ -14,17 +14,22 @@ from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
 
 _RANK_FILE = re.compile(r'(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt')
 _MODEL_FILE = re.compile(r'mp_rank_(\d+)_model_states\.pt')
-# Files of pipeline stages and of experts, whose layouts are others than those read here.
-_OTHER_FILE = re.compile(r'layer_\d+.*_states\.pt|.*expp_rank_.*_states\.pt')
+_EXPERT_FILE = re.compile(r'layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt')
+# Files of pipeline stages, whose layouts are others than those read here.
+_STAGE_FILE = re.compile(r'layer_\d+.*_states\.pt')
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """Paths of model and optimizer states by (tensor-parallel rank, data-parallel rank). Where ZeRO does not cut the
-    module, one model file serves all data-parallel ranks and is that of rank 0."""
+    """Paths of model and optimizer states by (tensor-parallel rank, data-parallel rank), and of experts by (layer,
+    expert).
+
+    Where ZeRO does not cut the module, one model file serves all data-parallel ranks and is that of rank 0.
+    """
     folder: Path
     model: Dict[Tuple[int, int], Path]
     optim: Dict[Tuple[int, int], Path]
+    experts: Dict[Tuple[int, int], Path]
 
     @property
     def tensor_parallel(self) -> int:
@@ -48,11 +53,16 @@ class RankFiles:
             CheckpointError: a file that is missing, or does not hold what DeepSpeed saves.
         """
         path = self.path(kind, rank, data_rank)
-        content = load_mapped(path)
-        states = content.get('optimizer_state_dict') if kind == 'optim' and isinstance(content, dict) else content
-        if not isinstance(states, dict):
-            raise CheckpointError(f'{path}: holds a {type(states).__name__} where DeepSpeed saves a dict.')
-        return states
+        states = _dict_of(load_mapped(path), path)
+        return _dict_of(states.get('optimizer_state_dict'), path) if kind == 'optim' else states
+
+    def load_expert(self, layer: int, expert: int) -> dict:
+        """The weights of one expert as the module has them. Errors as for ``load``."""
+        if (layer, expert) not in self.experts:
+            raise CheckpointError(f'{self.folder}: the file of expert {expert} of layer {layer} is missing; there are '
+                                  f'{listed([path.name for path in self.experts.values()])}.')
+        path = self.experts[layer, expert]
+        return _dict_of(load_mapped(path), path)
 
     def path(self, kind: str, rank: int, data_rank: int) -> Path:
         """Where those states are.
@@ -73,18 +83,27 @@ def rank_files(folder) -> RankFiles:
     """Look at the names in the folder of one saved step.
 
     Raises:
-        CheckpointError: it has no model states; or has some of pipeline stages or of experts.
+        CheckpointError: it has no model states; or has some of pipeline stages, or of tensor-parallel experts.
     """
     folder = Path(folder)
-    model, optim = {}, {}
+    model, optim, experts = {}, {}, {}
     for path in sorted(folder.iterdir()):
-        if _OTHER_FILE.fullmatch(path.name):
-            raise CheckpointError(f'{path}: is of a pipeline stage or of experts. Convert the checkpoint with '
-                                  'deepspeed.checkpoint.ds_to_universal and pass the universal one.')
-        if match := _RANK_FILE.fullmatch(path.name):
+        if (match := _EXPERT_FILE.fullmatch(path.name)) and int(match[3]) == 0:
+            experts[int(match[1]), int(match[2])] = path
+        elif _STAGE_FILE.fullmatch(path.name):
+            raise CheckpointError(f'{path}: is of a pipeline stage, or of experts beside tensor parallelism. Convert '
+                                  'the checkpoint with deepspeed.checkpoint.ds_to_universal and pass the universal '
+                                  'one.')
+        elif match := _RANK_FILE.fullmatch(path.name):
             (model if match[3] == 'model' else optim)[int(match[2]), int(match[1])] = path
         elif match := _MODEL_FILE.fullmatch(path.name):
             model[int(match[1]), 0] = path
     if not model:
         raise CheckpointError(f'{folder}: has no model states of DeepSpeed, such as mp_rank_00_model_states.pt.')
-    return RankFiles(folder, model, optim)
+    return RankFiles(folder, model, optim, experts)
+
+
+def _dict_of(content, path):
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path}: holds a {type(content).__name__} where DeepSpeed saves a dict.')
+    return content

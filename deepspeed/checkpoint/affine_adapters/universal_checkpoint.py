@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from deepspeed.checkpoint.affine_adapters.expert_files import trained_shapes
 from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
 from deepspeed.checkpoint.affine_adapters.rank_files import rank_files
 from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError, whole
@@ -51,16 +52,16 @@ def universal_checkpoint(folder):
 def _with_model_states(files, trained):
     """Add what is not trained, from the model states that the converter copied."""
     model = files.load('model', 0, 0)
-    shapes = {name: tuple(shape) for group in model.get('param_shapes') or [] for name, shape in group.items()}
+    shapes = trained_shapes(model)
     alone = files.tensor_parallel == 1
     cut = {
-        # ZeRO-3's parameters are written flat where no tensor-parallel shards were put together.
-        name: whole(tensor.view(shapes[name]) if alone and name in shapes else tensor)
+        # ZeRO-3's parameters are written flat where no tensor-parallel shards or experts were put together.
+        name: whole(tensor.view(shapes[name]) if alone and name in shapes and tensor.dim() == 1 else tensor)
         for name, tensor in trained.items()
     }
     rest = buffers_of(model)
     if alone and files.cuts_module:
-        cut.update(frozen_of(files, 0, model, len(files.model)))
+        cut.update(frozen_of(files, 0, [files.load('model', 0, rank) for rank in range(len(files.model))]))
     elif alone:
         rest = model.get('module') or {}
     held = with_whole(model, cut, rest)

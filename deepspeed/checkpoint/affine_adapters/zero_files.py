@@ -12,12 +12,13 @@ from deepspeed.checkpoint.affine_adapters.held import HeldParameter
 from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
 
 
-def zero3_trained(shapes, states, paths):
+def zero3_trained(shapes, states, paths, copies):
     """Master weights of ZeRO-3: partitions follow one another in the flat groups, in the order of the shapes.
 
     Args:
         shapes: name -> shape, in the order of ``param_shapes``.
         states: optimizer states of all data-parallel ranks. paths: their files.
+        copies: name -> number of ranks, for parameters that are cut over fewer than all; those are left out.
 
     Returns:
         ``{name: HeldParameter}``, over locations 0 to ``len(states) - 1``.
@@ -25,24 +26,37 @@ def zero3_trained(shapes, states, paths):
     Raises:
         CheckpointError: flat groups whose sizes do not fit the shapes or one another.
     """
-    groups = [state.get('fp32_flat_groups') for state in states]
-    for path, flats in zip(paths, groups):
-        if not isinstance(flats, list) or [len(flat) for flat in flats] != [len(flat) for flat in groups[0]]:
-            raise CheckpointError(f'{path}: its flat groups have other sizes than those of {paths[0].name}.')
-    held, layouts, places = {}, {}, _places(shapes, [len(flat) for flat in groups[0]], len(states), paths[0])
+    flats = zero3_flats(states, paths)
+    held, layouts = {}, {}
+    places = zero3_places(shapes, copies, [len(flat) for flat in flats[0]], len(states), paths[0])
     for name, (number, start) in places.items():
         shape = shapes[name]
+        if name in copies:
+            continue
         if shape not in layouts:
             layouts[shape] = zero3_partition_map(shape, len(states))
-        held[name] = _zero3_held(layouts[shape], [flats[number][start:] for flats in groups])
+        held[name] = _zero3_held(layouts[shape], [groups[number][start:] for groups in flats])
     return held
 
 
-def _places(shapes, sizes, world_size, path):
-    """``{name: (group, first element)}`` of parameters that have elements."""
+def zero3_flats(states, paths):
+    """The flat groups of each rank, in a list for each. Arguments and errors as for ``zero3_trained``."""
+    flats = [state.get('fp32_flat_groups') for state in states]
+    for path, groups in zip(paths, flats):
+        if not isinstance(groups, list) or [len(flat) for flat in groups] != [len(flat) for flat in flats[0]]:
+            raise CheckpointError(f'{path}: its flat groups have other sizes than those of {paths[0].name}.')
+    return flats
+
+
+def zero3_places(shapes, copies, sizes, world_size, path):
+    """``{name: (group, first element)}`` of a rank's parameters that have elements.
+
+    Args:
+        sizes: elements of its flat groups. path: of their file. Others as for ``zero3_trained``.
+    """
     places, number, start = {}, 0, 0
     for name, shape in shapes.items():
-        count = -(-prod(shape) // world_size)
+        count = -(-prod(shape) // copies.get(name, world_size))
         if not count:
             continue
         # A group is a number of whole partitions.
@@ -80,7 +94,13 @@ def _zero3_held(layout, buffers):
 def flat_trained(shapes, states, paths):
     """Master weights of ZeRO-1 and 2: one flat buffer is cut anywhere, and each rank says which elements of its part
     are whose. Arguments and result as for ``zero3_trained``; a location is there only where it holds something."""
-    parts = {}
+    pieces = flat_pieces(states, paths)
+    return {name: laid_flat(name, shape, pieces.get(name, []), paths) for name, shape in shapes.items() if prod(shape)}
+
+
+def flat_pieces(states, paths):
+    """``{name: [(rank, elements)]}`` of what each rank's part of the flat buffers has of a parameter."""
+    pieces = {}
     for rank, (state, path) in enumerate(zip(states, paths)):
         flats, slices = state.get('single_partition_of_fp32_groups'), state.get('param_slice_mappings')
         if not isinstance(flats, list) or not isinstance(slices, list) or len(flats) != len(slices):
@@ -91,14 +111,15 @@ def flat_trained(shapes, states, paths):
                 if not 0 <= fragment.start <= fragment.start + fragment.numel <= len(flat):
                     raise CheckpointError(f'{path}: parameter {name!r} is said to lie at [{fragment.start}, '
                                           f'{fragment.start + fragment.numel}) of {len(flat)} elements.')
-                parts.setdefault(name, []).append((rank, flat.narrow(0, fragment.start, fragment.numel)))
-    return {name: _of_parts(name, shape, parts.get(name, []), paths) for name, shape in shapes.items() if prod(shape)}
+                pieces.setdefault(name, []).append((rank, flat.narrow(0, fragment.start, fragment.numel)))
+    return pieces
 
 
-def _of_parts(name, shape, parts, paths):
-    stops = list(accumulate(len(part) for _, part in parts))
+def laid_flat(name, shape, pieces, paths):
+    """A parameter of which each rank of ``pieces`` has the elements that follow those of the rank before."""
+    stops = list(accumulate(len(piece) for _, piece in pieces))
     if not stops or stops[-1] != prod(shape):
         raise CheckpointError(f'{paths[0].parent}: all ranks have {stops[-1] if stops else 0} elements of parameter '
                               f'{name!r} of shape {shape} between them.')
-    layout = flat_partition_map(shape, list(zip([0, *stops], stops)), locations=[rank for rank, _ in parts])
-    return HeldParameter(layout, dict(parts), parts[0][1].dtype)
+    layout = flat_partition_map(shape, list(zip([0, *stops], stops)), locations=[rank for rank, _ in pieces])
+    return HeldParameter(layout, dict(pieces), pieces[0][1].dtype)

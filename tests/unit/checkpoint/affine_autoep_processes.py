@@ -11,18 +11,24 @@ HIDDEN, INNER, VOCABULARY, LAYERS, EXPERTS = 32, 16, 101, 2, 4
 STOP, SAVE_AT = 4, 2
 WEIGHTS = ("w1", "w2", "w3")
 NAMES = [f"model.layers.{layer}.mlp.experts.{weight}" for layer in range(LAYERS) for weight in WEIGHTS]
+OTHERS = [
+    "model.embed_tokens.weight", "lm_head.weight",
+    *(f"model.layers.{layer}.{name}" for layer in range(LAYERS)
+      for name in ("norm.weight", "norm.bias", "mlp.router.gate.weight"))
+]
 
 
 def train(rank, world_size, ep_size, stage, folder, save):
-    """Train and save after SAVE_AT steps: the losses of all steps, and this rank's experts when it saved."""
+    """Train and save after SAVE_AT steps: the losses of all steps, and this rank's experts and the other parameters
+    when it saved."""
     engine = _engine(ep_size, stage)
     losses = []
     for step in range(STOP):
         losses.append(_take_step(engine, step, rank))
         if step + 1 == SAVE_AT:
             engine.save_checkpoint(str(folder), tag=save)
-            experts = _experts(engine, stage)
-    return {"losses": losses, "experts": experts}
+            experts, others = _experts(engine, stage), _whole(engine, stage, OTHERS)
+    return {"losses": losses, "experts": experts, "others": others}
 
 
 def resume(rank, world_size, ep_size, stage, folder, load, save):
@@ -125,13 +131,18 @@ def _take_step(engine, step, rank):
 
 
 def _experts(engine, stage):
+    return _whole(engine, stage, NAMES)
+
+
+def _whole(engine, stage, names):
+    """Parameters without ZeRO's cuts; experts are those of this rank."""
     import deepspeed
-    experts = {}
-    for name in NAMES:
+    values = {}
+    for name in names:
         param = engine.module.get_parameter(name)
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
-            experts[name] = param.detach().clone()
-    return experts
+            values[name] = param.detach().clone()
+    return values
 
 
 def _give_each_state_a_counter(engine):

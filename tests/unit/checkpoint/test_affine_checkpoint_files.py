@@ -454,12 +454,12 @@ def test_a_folder_that_is_no_checkpoint_is_refused(files, tmp_path, capsys):
     assert run(capsys, "inspect", tmp_path)[0] == 2
 
 
-@pytest.mark.parametrize("file", ["layer_00-model_00-model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt",
-                                  "expp_rank_0_mp_rank_00_optim_states.pt"])  # yapf: disable
-def test_pipeline_stages_and_experts_are_sent_to_universal_checkpoints(file, tmp_path):
+@pytest.mark.parametrize("file", ["layer_00-model_00-model_states.pt", "layer_0_expert_1_mp_rank_01_model_states.pt",
+                                  "layer_0_expert_1_mp_rank_00_model_states.pt"])  # yapf: disable
+def test_pipeline_stages_and_unknown_experts_are_sent_to_universal_checkpoints(file, tmp_path):
     folder = save_engine(tmp_path / "folder")
     torch.save({}, folder / file)
-    with pytest.raises(CheckpointError, match=rf"{file}.*ds_to_universal"):
+    with pytest.raises(CheckpointError, match=r"(pipeline stage|AutoEP has not placed).*ds_to_universal"):
         open_checkpoint(folder)
 
 
