@@ -120,6 +120,12 @@ def _add_reshard(subcommands):
                         default=2,
                         metavar="N",
                         help="parameters that are copied at one time (default: %(default)s)")
+    parser.add_argument(
+        "--memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="most bytes of the files that may be in this process' memory, besides the parameters being "
+        "copied (default: as the kernel sees fit, which takes them back when it needs memory)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
 

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.affine_adapters.safetensors_files import new_file
 from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
 from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndpoints, plan_transfers
 from deepspeed.checkpoint.affine_transfer_executor import apply_plan
+from ds_affine.mapped import Residents
 
 
 def stored_dtypes(parameters, dtype):
@@ -31,7 +32,7 @@ def check_free(destination):
         raise CheckpointError(f'{destination}: is there already. Remove it, or choose another name.')
 
 
-def write(parameters, layout, destination, *, workers=1, progress=None):
+def write(parameters, layout, destination, *, workers=1, memory=None, progress=None):
     """Write parameters into a new folder.
 
     The folder has its name when all is on disk, and not before. What an earlier run left unfinished is removed.
@@ -41,11 +42,13 @@ def write(parameters, layout, destination, *, workers=1, progress=None):
         layout: ``DiskLayout``.
         destination: path of the folder; it must not be there.
         workers: parameters that are copied at one time.
+        memory: bytes of the files that may be in this process' memory besides the parameters being copied; None for as
+            many as the kernel leaves there, which it takes back when it needs them.
         progress: called with bytes done and bytes in all.
 
     Raises:
         CheckpointError: the folder is there, or another run is writing it.
-        OSError: no space.
+        OSError: no space, or a kernel that cannot bound ``memory``.
     """
     destination = Path(destination)
     plan = _plan(parameters, layout)
@@ -54,10 +57,15 @@ def write(parameters, layout, destination, *, workers=1, progress=None):
         for file in layout.files:
             made = files.enter_context(new_file(folder / file.name, file.tensors))
             tensors.update({(file.location, name): tensor for name, tensor in made.items()})
-        done = 0
+        done, residents = 0, Residents(memory)
         with ThreadPoolExecutor(workers) as pool:
-            for numbytes in pool.map(lambda name: _copy(name, parameters, plan, layout.places[name], tensors),
-                                     layout.places):
+
+            def copy(name):
+                shards = _copy(name, parameters, plan, layout.places[name], tensors)
+                residents.add([*parameters[name].buffers.values(), *shards])
+                return sum(shard.nbytes for shard in shards)
+
+            for numbytes in pool.map(copy, layout.places):
                 done += numbytes
                 if progress is not None:
                     progress(min(done, layout.numbytes), layout.numbytes)
@@ -83,7 +91,7 @@ def _copy(name, parameters, plan, place, tensors):
         shards[location] = tensor if tuple(tensor.shape) == shape else tensor.narrow(0, place.start, shape[0])
     dtype = next(iter(shards.values())).dtype
     apply_plan(plan[name], parameters[name].buffers, shards, target_dtype=dtype, name=name)
-    return sum(shard.nbytes for shard in shards.values())
+    return list(shards.values())
 
 
 def _write_json(path, content):

@@ -36,7 +36,12 @@ def run(options):
             _say(options, checkpoint, layout)
         if not options.dry_run:
             with _progress(options.quiet) as progress:
-                write(checkpoint.parameters, layout, options.destination, workers=options.workers, progress=progress)
+                write(checkpoint.parameters,
+                      layout,
+                      options.destination,
+                      workers=options.workers,
+                      memory=options.memory,
+                      progress=progress)
     except (ValueError, OSError) as error:
         print(f"ds_affine reshard: {error}", file=sys.stderr)
         return 2

@@ -112,19 +112,22 @@ def reshard_in_turns(connection, source, destination):
     reshard(source, destination, progress=wait)
 
 
-def anonymous_growth(world, arguments):
-    """Exit code of a command, and by how many bytes this process' private memory grew at most while it ran."""
+def growth(world, arguments, kind):
+    """Exit code of a command, and by how many bytes this process' memory grew at most while it ran.
+
+    ``kind`` is RssAnon for what is private, and VmRSS for that and what it has in memory of mapped files.
+    """
     from ds_affine.cli import main
     with contextlib.redirect_stdout(io.StringIO()):
         # What it imports is no part of what it holds of a model.
         main(["inspect", arguments[1]])
-        before = _anonymous()
+        before = _bytes(kind)
         peak, done = before, threading.Event()
 
         def look():
             nonlocal peak
             while not done.is_set():
-                peak = max(peak, _anonymous())
+                peak = max(peak, _bytes(kind))
                 time.sleep(0.0005)
 
         watcher = threading.Thread(target=look)
@@ -135,7 +138,7 @@ def anonymous_growth(world, arguments):
     return code, peak - before
 
 
-def _anonymous():
+def _bytes(kind):
     with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("RssAnon:"))
+        line = next(line for line in status if line.startswith(f"{kind}:"))
     return int(line.split()[1]) * 1024

@@ -785,22 +785,39 @@ def test_resharded_files_hold_what_was_there(source, tmp_path):
     assert_same(read_files(tmp_path / "hf"), tensors())
 
 
-@pytest.mark.parametrize("options", [["--to", "tp-2", "--split", "w=0"], ["--to", "hf", "--dtype", "bfloat16"]])
-def test_memory_does_not_grow_with_the_model(options, tmp_path):
-    """Of 256 MiB, in tensors of 32 MiB, less than one is ever in private memory."""
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def quarter(tmp_path_factory):
+    """256 MiB, in tensors of 32 MiB."""
+    source = tmp_path_factory.mktemp("quarter") / "source"
     source.mkdir()
     with new_file(source / "model.safetensors", {f"w{number}": (torch.float32, (2048, 4096))
                                                  for number in range(8)}) as made:
         for number, tensor in enumerate(made.values()):
             tensor.copy_(torch.arange(4096) + number)
-    (code, growth), = run_processes(
-        1, processes.anonymous_growth,
-        ["reshard", str(source), str(tmp_path / "out"), "--quiet", *options])
-    assert code == 0 and growth < 32 * MIB
-    path = max((tmp_path / "out").glob("*.safetensors"))
-    assert load_file(path)["w7"][-1].tolist() == (torch.arange(4096) +
-                                                  7).bfloat16().tolist() if "hf" in options else True
+    return source
+
+
+def growth(source, destination, kind, *options):
+    (code,
+     grown), = run_processes(1, processes.growth,
+                             ["reshard", str(source), str(destination), "--quiet", *options], kind)
+    assert code == 0
+    last = load_file(max(destination.glob("*.safetensors")))["w7"]
+    assert torch.equal(last[-1], (torch.arange(4096) + 7).to(last.dtype))
+    return grown
+
+
+@pytest.mark.parametrize("options", [["--to", "tp-2", "--split", "w=0"], ["--to", "hf", "--dtype", "bfloat16"]])
+def test_memory_does_not_grow_with_the_model(quarter, options, tmp_path):
+    """Less than one tensor is ever in private memory."""
+    assert growth(quarter, tmp_path / "out", "RssAnon", *options) < 32 * MIB
+
+
+def test_memory_of_mapped_files_is_bounded_by_an_option(quarter, tmp_path):
+    options = ["--to", "hf", "--workers", "1"]
+    # Source and target of the tensor that is being copied come on top.
+    assert growth(quarter, tmp_path / "bounded", "VmRSS", *options, "--memory", "64MB") < (64 + 2 * 32 + 32) * MIB
+    assert growth(quarter, tmp_path / "unbounded", "VmRSS", *options) > 400 * MIB
 
 
 # ------------------------------------------------------------------------------------------ runs that do not end
