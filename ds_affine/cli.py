@@ -51,7 +51,8 @@ def hiding_deepspeed():
 def build_parser():
     parser = argparse.ArgumentParser(prog="ds_affine", description="Move sharded parameters between layouts.")
     subcommands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_reshard, _add_inspect, _add_verify, _add_plan, _add_explain, _add_lint, _add_doctor):
+    for add in (_add_demo, _add_reshard, _add_inspect, _add_verify, _add_plan, _add_explain, _add_lint, _add_doctor,
+                _add_completion):
         add(subcommands)
     return parser
 
@@ -204,6 +205,17 @@ def _add_doctor(subcommands):
          "say what is installed and which affine module is in use",
          "Look at versions, at whether DeepSpeed uses this library's maps, and at what is missing.",
          needs_library=False)
+
+
+def _add_completion(subcommands):
+    parser = _add(subcommands,
+                  "completion",
+                  "print a script that completes arguments in a shell",
+                  "Print a script for a shell, which then completes this command's arguments.",
+                  '  eval "$(ds_affine completion bash)"\n'
+                  '  ds_affine completion zsh > ~/.zsh/completions/_ds_affine',
+                  needs_library=False)
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
 
 
 def _add_filters(parser):

@@ -21,6 +21,7 @@ PACKAGES = {
     "deepspeed": "optional; beside it, it uses this library's maps",
     "rich": "optional: tables and progress bars",
     "safetensors": "needed by reshard, verify and inspect for safetensors files",
+    "shtab": "needed by completion",
 }
 
 

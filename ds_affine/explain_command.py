@@ -3,12 +3,16 @@
 # DeepSpeed Team
 """The command `ds_affine explain`: why a parameter goes where it goes."""
 
+import os
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
-from ds_affine.page import page
+from ds_affine.figure import check_figure, rendered
+from ds_affine.page import holders, page
+from ds_affine.plan_command import facts_of
 from ds_affine.sides import read_sides
 from ds_affine.tables import show
 
@@ -20,14 +24,16 @@ COPIES = ("from", "at", "to", "at", "shape", "chosen of")
 def run(options):
     """Return 0, or 2 when there is no such parameter or no plan."""
     try:
+        if options.figure:
+            check_figure(options.figure)
         sides = read_sides(options.source, options.target, getattr(torch, options.dtype))
         if options.name not in sides.target:
             near = [name for name in sides.target if options.name in name][:3]
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ValueError(f"no parameter {options.name!r} is in both layouts{hint}")
         plan = sides.plan(options.same_processes)
-        if options.html:
-            Path(options.html).write_text(page(options.name, sides, plan), encoding="utf-8")
+        if options.html or options.figure:
+            _write(options, sides, plan)
             return 0
     except (ValueError, OSError) as error:
         print(f"ds_affine explain: {error}", file=sys.stderr)
@@ -39,6 +45,30 @@ def run(options):
     _show("\ncopies: from which holder each target takes its elements", COPIES,
           copy_rows(plan[name], sides.source[name]))
     return 0
+
+
+def _write(options, sides, plan):
+    """The page, the figure or both; both are made before either is written."""
+    facts = facts_of(plan, None)
+    html = options.html and page(options.name, sides, plan, facts)
+    if options.figure:
+        content = rendered(options.figure, options.name, sides, plan, facts, (options.source, options.target))
+        _write_whole(Path(options.figure), content)
+    if options.html:
+        Path(options.html).write_text(html, encoding="utf-8")
+
+
+def _write_whole(path, content):
+    """Write a file that appears whole or not at all."""
+    beside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        with open(beside, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _show(title, columns, rows):
@@ -74,9 +104,3 @@ def has_address(piece, address):
         if size > 1 and rest >= 0:
             rest -= min(rest // stride, size - 1) * stride
     return rest == 0
-
-
-def holders(locations):
-    """Some location ids in a few words."""
-    ids = sorted(locations)
-    return ", ".join(map(str, ids[:4])) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")

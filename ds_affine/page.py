@@ -9,8 +9,6 @@ from collections import Counter
 from importlib import resources
 from math import prod
 
-from ds_affine.plan_command import facts_of
-
 # A piece that is more rectangles than this is drawn as what they span.
 MOST_RECTANGLES = 64
 MOST_ROWS = 200
@@ -19,13 +17,13 @@ HEAVIEST = 20
 MOST_CELLS = 256
 
 
-def page(name, sides, plan):
+def page(name, sides, plan, facts):
     """The page as text.
 
     Args:
-        name: of the parameter. sides: `Sides`. plan: the `ModelPlan` between them.
+        name: of the parameter. sides: `Sides`. plan: the `ModelPlan` between them. facts: its `facts_of`.
     """
-    facts, own = facts_of(plan, None), plan[name]
+    own = plan[name]
     data = {
         "grids": [grid(sides.source[name]), grid(sides.target[name])],
         "traffic": traffic(facts["links"]),
@@ -93,9 +91,8 @@ def traffic(links):
     return {"from": ends[0], "to": ends[1], "cells": [[*cell, numbytes] for cell, numbytes in cells.items()]}
 
 
-def rectangles(piece, shape):
-    """Where a piece, a block of the parameter, lies: `[row, column, height, width]`, rows counting all axes but the
-    last."""
+def block(piece, shape):
+    """Where a piece, a block of the parameter, begins and how far it goes along each of the parameter's axes."""
     strides = [prod(shape[axis + 1:]) for axis in range(len(shape))]
     origin, rest = [], piece.source_offset
     for stride in strides:
@@ -105,6 +102,12 @@ def rectangles(piece, shape):
     for size, stride in zip(piece.shape, piece.source_strides):
         if size > 1:
             extent[max(axis for axis, own in enumerate(strides) if own == stride and shape[axis] > 1)] = size
+    return origin, extent
+
+
+def rectangles(piece, shape):
+    """Where a piece lies: `[row, column, height, width]`, rows counting all axes but the last."""
+    origin, extent = block(piece, shape)
     column, width = origin[-1], extent[-1]
     starts, height, step = [0], 1, 1
     for size, first, count in zip(reversed(shape[:-1]), reversed(origin[:-1]), reversed(extent[:-1])):
@@ -117,6 +120,12 @@ def rectangles(piece, shape):
     if len(starts) > MOST_RECTANGLES:
         return [[starts[0], column, starts[-1] + height - starts[0], width]]
     return [[start, column, height, width] for start in starts]
+
+
+def holders(locations):
+    """Some location ids in a few words."""
+    ids = sorted(locations)
+    return ", ".join(map(str, ids[:4])) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
 
 
 def _copy(segment):

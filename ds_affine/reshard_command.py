@@ -5,6 +5,7 @@
 
 import contextlib
 import importlib.util
+import resource
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ds_affine.reshard import check_free, stored_dtypes, write
 
 MIB = 1 << 20
 CONFIG = "config.json"
+OTHER_OPEN_FILES = 64
 
 
 def run(options):
@@ -35,6 +37,7 @@ def run(options):
         if not options.quiet:
             _say(options, checkpoint, layout)
         if not options.dry_run:
+            _allow_open_files(len(layout.files))
             with _progress(options.quiet) as progress:
                 write(checkpoint.parameters,
                       layout,
@@ -84,6 +87,17 @@ def _say(options, checkpoint, layout):
     if options.dry_run:
         for file in layout.files:
             print(f"  {file.name}: {len(file.tensors)} tensors, {file.numbytes / MIB:,.1f} MiB")
+
+
+def _allow_open_files(count):
+    """All files are written at one time, and each is open twice: for its header and for its memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * count + OTHER_OPEN_FILES
+    if resource.RLIM_INFINITY != soft < needed:
+        if resource.RLIM_INFINITY != hard < needed:
+            raise ValueError(f"writing {count} files at one time takes {needed} open files, of which {hard} are "
+                             f"allowed; allow more by ulimit -Hn {needed}, or a larger --file-size")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextlib.contextmanager

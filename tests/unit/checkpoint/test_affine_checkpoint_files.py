@@ -820,6 +820,23 @@ def test_memory_of_mapped_files_is_bounded_by_an_option(quarter, tmp_path):
     assert growth(quarter, tmp_path / "unbounded", "VmRSS", *options) > 400 * MIB
 
 
+def reshard_with(limits, source, destination):
+    """Exit code and errors of a run over 100 ranks that may have so many files open: at first, and at most."""
+    return subprocess.run([
+        "bash", "-c", f'ulimit -Sn {limits[0]}; ulimit -Hn {limits[1]}; exec "$@"', "bash", sys.executable, "-m",
+        "ds_affine", "reshard", source, destination, "--to", "tp-100", "--split", "w=0", "--quiet"
+    ], capture_output=True, text=True, timeout=120)  # yapf: disable
+
+
+def test_more_files_are_written_than_may_be_open_at_first(tmp_path):
+    source = save_folder(tmp_path / "source", model={"w": torch.arange(300.)})
+    assert reshard_with((100, 1000), source, tmp_path / "out").returncode == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 100
+    refused = reshard_with((100, 200), source, tmp_path / "refused")
+    assert refused.returncode == 2 and "ulimit -Hn 264" in refused.stderr and "of which 200" in refused.stderr
+    assert not list(tmp_path.glob("*refused*"))
+
+
 # ------------------------------------------------------------------------------------------ runs that do not end
 
 

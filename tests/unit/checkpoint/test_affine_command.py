@@ -164,3 +164,38 @@ def test_who_stops_reading_is_no_error(table):
     command = f"{sys.executable} -m ds_affine plan zero3-64:{table} rows-2 --json | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stdout == "{\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------ completion
+
+
+def completions(script, *words):
+    """What bash would offer for the last word."""
+    line = " ".join(words)
+    program = (
+        f"{script}\nCOMP_WORDS=({' '.join(words[:-1])} {words[-1] or chr(39) * 2})\nCOMP_CWORD={len(words) - 1}\n"
+        f"COMP_LINE='{line}'\nCOMP_POINT={len(line)}\n_shtab_ds_affine\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"")
+    return subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60,
+                          check=True).stdout.split()
+
+
+def test_a_shell_completes_subcommands_options_and_files(capsys, tmp_path, monkeypatch):
+    code, script, _ = printed(capsys, "completion", "bash")
+    assert code == 0
+    assert completions(script, "ds_affine", "ins") == ["inspect"]
+    assert completions(script, "ds_affine", "reshard", "--dt") == ["--dtype"]
+    (tmp_path / "maps.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert completions(script, "ds_affine", "lint", "ma") == ["maps.json"]
+
+
+@pytest.mark.parametrize("shell, words", [("zsh", "#compdef ds_affine"), ("tcsh", "complete ds_affine")])
+def test_other_shells_get_a_script_of_theirs(capsys, shell, words):
+    code, script, _ = printed(capsys, "completion", shell)
+    assert code == 0 and words in script
+
+
+def test_completion_tells_what_it_lacks(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, out, errors = printed(capsys, "completion", "bash")
+    assert (code, out) == (2, "") and "pip install shtab" in errors
