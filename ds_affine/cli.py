@@ -4,6 +4,7 @@
 """Arguments of the `ds_affine` command. Each subcommand imports what it needs only when it runs."""
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -27,7 +28,10 @@ def main(arguments=None):
         print(HIDDEN.format(found=found), file=sys.stderr)
         return 1
     try:
-        code = importlib.import_module(options.module).run(options)
+        # DeepSpeed says things on the standard output of whoever imports it, which is for answers here.
+        with contextlib.redirect_stdout(sys.stderr):
+            command = importlib.import_module(options.module)
+        code = command.run(options)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -112,9 +116,8 @@ def _add_reshard(subcommands):
     parser.add_argument("--dtype", choices=DTYPES, help="store floating-point parameters in this one")
     parser.add_argument("--file-size",
                         type=_bytes,
-                        default="5GB",
                         metavar="SIZE",
-                        help="hf: most bytes of tensors in a file (default: %(default)s)")
+                        help="hf: most bytes of tensors in a file (default: 5GB)")
     _add_filters(parser)
     parser.add_argument("--workers",
                         type=_positive,
@@ -144,9 +147,10 @@ def _add_verify(subcommands):
     parser = _add(
         subcommands, "verify", "compare two checkpoints in different layouts",
         "Say whether two checkpoints hold the same parameters, bit for bit. Exit code 0: they do, 1: they do not.",
-        "  ds_affine verify checkpoints hf_model")
+        "  ds_affine verify checkpoints hf_model\n  ds_affine verify checkpoints hf_model --dtype bfloat16")
     parser.add_argument("first", metavar="A", help="folder of a checkpoint")
     parser.add_argument("second", metavar="B", help="folder of another one")
+    parser.add_argument("--dtype", choices=DTYPES, help="compare floating-point parameters as stored in this one")
     _add_filters(parser)
 
 
@@ -175,10 +179,14 @@ def _add_explain(subcommands):
     parser = _add(
         subcommands, "explain", "say why a parameter goes where it goes",
         "Show the pieces of one parameter on both sides, the copies, and which of several holders was chosen.\n\n"
-        f"{LAYOUTS}", "  ds_affine explain lm_head.weight checkpoints rows-4")
+        f"{LAYOUTS}", "  ds_affine explain lm_head.weight checkpoints rows-4\n"
+        "  ds_affine explain lm_head.weight checkpoints rows-4 --html page.html --figure figure.svg")
     parser.add_argument("name", metavar="NAME", help="of the parameter")
     _add_sides(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures instead, which needs no other file")
+    parser.add_argument("--figure",
+                        metavar="FILE",
+                        help="write the pictures instead, for papers, as .svg, .png or .pdf (needs matplotlib)")
 
 
 def _add_sides(parser):

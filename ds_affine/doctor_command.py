@@ -20,7 +20,8 @@ PACKAGES = {
     "numpy": "required",
     "deepspeed": "optional; beside it, it uses this library's maps",
     "rich": "optional: tables and progress bars",
-    "safetensors": "needed by reshard, verify and inspect for safetensors files",
+    "safetensors": "needed to read safetensors files",
+    "matplotlib": "needed by explain --figure",
     "shtab": "needed by completion",
 }
 

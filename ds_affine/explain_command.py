@@ -5,6 +5,7 @@
 
 import os
 import sys
+from math import prod
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,11 +15,11 @@ from ds_affine.figure import check_figure, rendered
 from ds_affine.page import holders, page
 from ds_affine.plan_command import facts_of
 from ds_affine.sides import read_sides
-from ds_affine.tables import show
+from ds_affine.tables import show, size
 
 MOST_ROWS = 50
-PIECES = ("location", "shape", "first", "strides", "held by")
-COPIES = ("from", "at", "to", "at", "shape", "chosen of")
+PIECES = ("location", "shape", "first element", "strides", "held by")
+COPIES = ("from location", "its element", "to location", "its element", "shape", "size", "processes", "held by", "why")
 
 
 def run(options):
@@ -43,7 +44,7 @@ def run(options):
     for side, layout in (("source", sides.source[name]), ("target", sides.target[name])):
         _show(f"\n{side}: elements of the parameter, and who has them", PIECES, piece_rows(layout))
     _show("\ncopies: from which holder each target takes its elements", COPIES,
-          copy_rows(plan[name], sides.source[name]))
+          copy_rows(plan[name], sides.source[name], plan.endpoints, sides.dtype))
     return 0
 
 
@@ -78,13 +79,13 @@ def _show(title, columns, rows):
 
 
 def piece_rows(layout):
-    """One row for each piece of a map: its shape, and first address and strides in the whole parameter."""
+    """One row for each piece of a map: its shape, and its first element and strides in the whole parameter."""
     return [(str(location), str(piece.shape), str(piece.source_offset), str(piece.source_strides),
              holders(piece.locations)) for location in layout.shard_shapes
             for piece in layout.pieces_by_rank.get(location, ())]
 
 
-def copy_rows(plan, source):
+def copy_rows(plan, source, endpoints, dtype):
     """One row for each segment of a plan, with the locations that hold its first element too."""
     rows = []
     for segment in plan.segments:
@@ -92,15 +93,24 @@ def copy_rows(plan, source):
             (piece.locations
              for piece in source.pieces_by_rank[segment.source_rank] if has_address(piece, segment.source_offset)),
             {segment.source_rank})
+        sender, receiver = endpoints.source[segment.source_rank], endpoints.target[segment.target_rank]
         rows.append((str(segment.source_rank), str(segment.source_offset), str(segment.target_rank),
-                     str(segment.target_offset), str(segment.shape), holders(held)))
+                     str(segment.target_offset), str(segment.shape), size(prod(segment.shape) * dtype.itemsize),
+                     f"{sender} to {receiver}", holders(held), _why(held, sender == receiver)))
     return rows
+
+
+def _why(held, is_local):
+    """How `plan_transfers` chooses of several holders by default."""
+    if len(held) == 1:
+        return "the only holder"
+    return "on the same process" if is_local else "has least to send so far"
 
 
 def has_address(piece, address):
     """Whether an address of the shard is one of this piece's, whose strides nest."""
     rest = address - piece.dest_offset
-    for stride, size in sorted(zip(piece.dest_strides, piece.shape), reverse=True):
-        if size > 1 and rest >= 0:
-            rest -= min(rest // stride, size - 1) * stride
+    for stride, count in sorted(zip(piece.dest_strides, piece.shape), reverse=True):
+        if count > 1 and rest >= 0:
+            rest -= min(rest // stride, count - 1) * stride
     return rest == 0

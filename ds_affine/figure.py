@@ -207,8 +207,8 @@ def _draw_traffic(axes, drawn):
     image = axes.imshow(np.ma.masked_equal(sent, 0), cmap="viridis_r", vmin=0, aspect="auto", interpolation="nearest")
     for axis, word in ((axes.yaxis, "from"), (axes.xaxis, "to")):
         ends = drawn[word]
-        several = max(last - first for first, last in ends) + 1
-        axis.set_label_text(f"{word} process" + (f" (groups of {several})" if several > 1 else ""))
+        grouped = any(first != last for first, last in ends)
+        axis.set_label_text(f"{word} process" + (" (the first of each group)" if grouped else ""))
         _tick(axis, _spread(len(ends) - 1), lambda place: str(ends[place][0]))
         if len(ends) <= MOST_PARTED:
             axis.set_ticks(np.arange(1, len(ends)) - 0.5, minor=True)

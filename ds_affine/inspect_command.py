@@ -5,13 +5,12 @@
 
 import json
 import sys
+from itertools import zip_longest
 from math import prod
 
 from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
 from ds_affine.choice import is_chosen
-from ds_affine.tables import show
-
-MIB = 1 << 20
+from ds_affine.tables import show, size
 
 
 def run(options):
@@ -28,13 +27,13 @@ def run(options):
     if options.json:
         print(json.dumps(as_json(checkpoint, held), indent=1))
         return 0
-    show(f"{options.path}: {checkpoint.kind}", ("parameter", "shape", "dtype", "layout", "MiB"),
-         [(name, str(one.layout.logical_shape), str(
-             one.dtype).removeprefix("torch."), words(one), f"{_numbytes(one) / MIB:,.2f}")
-          for name, one in held.items()],
-         right=1)
+    show(
+        f"{options.path}: {checkpoint.kind}", ("parameter", "shape", "dtype", "layout", "size"),
+        [(name, str(one.layout.logical_shape), str(one.dtype).removeprefix("torch."), words(one), size(_numbytes(one)))
+         for name, one in held.items()],
+        right=1)
     total = sum(_numbytes(one) for one in held.values() if not one.tied_to)
-    print(f"{len(held)} parameters and buffers, {total / MIB:,.1f} MiB without replicas")
+    print(f"{len(held)} parameters and buffers, {size(total)} without replicas")
     for name, why in checkpoint.left_out.items():
         print(f"left out: {name}: {why}")
     return 0
@@ -66,9 +65,36 @@ def words(held):
     holders = [location for location, size in shards.items() if size]
     if all(shards[location] == layout.numel for location in holders):
         return "whole" if len(holders) == 1 else f"whole on {len(holders)}"
+    if (axis := _split_axis(layout, holders)) is not None:
+        return f"cut along axis {axis} over {len(holders)}"
+    if layout.shard_shapes[holders[0]] != layout.logical_shape and _is_flat(layout, holders):
+        return f"flat over {len(holders)}"
     copies = sum(shards.values()) / max(layout.numel, 1)
     pieces = sum(len(layout.pieces_by_rank.get(location, ())) for location in holders)
     return f"{pieces} pieces on {len(holders)}" + ("" if copies == 1 else f", {copies:g} copies")
+
+
+def _split_axis(layout, holders):
+    """The axis along which every holder has one range, each another one; None where it is not like that."""
+    pieces = [layout.pieces_by_rank[location] for location in holders]
+    if any(
+            len(own) != 1 or len(own[0].locations) != 1 or own[0].shape != layout.shard_shapes[location]
+            for own, location in zip(pieces, holders)):
+        return None
+    cut = {
+        axis
+        for (piece, ) in pieces
+        for axis, (width, whole) in enumerate(zip_longest(piece.shape, layout.logical_shape)) if width != whole
+    }
+    return cut.pop() if len(cut) == 1 and len(pieces[0][0].shape) == len(layout.logical_shape) else None
+
+
+def _is_flat(layout, holders):
+    """Whether every holder has elements that follow one another, each other ones."""
+    if any(len(layout.shard_shapes[location]) != 1 for location in holders):
+        return False
+    pieces = [piece for location in holders for piece in layout.pieces_by_rank[location]]
+    return all(len(piece.locations) == 1 for piece in pieces) and sum(piece.numel for piece in pieces) == layout.numel
 
 
 def _numbytes(held):

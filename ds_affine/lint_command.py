@@ -19,7 +19,7 @@ def run(options):
         try:
             entries = maps_in(read_json(Path(file)))
         except (ValueError, OSError) as error:
-            print(f"ds_affine lint: {error}", file=sys.stderr)
+            print(f"ds_affine lint: {error if file in str(error) else f'{file}: {error}'}", file=sys.stderr)
             return 2
         for name, entry in entries.items():
             checked += 1

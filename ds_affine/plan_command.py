@@ -9,10 +9,10 @@ import sys
 import torch
 
 from ds_affine.sides import read_sides
-from ds_affine.tables import show
+from ds_affine.tables import show, size
 
 LINKS = 10
-MIB = 1 << 20
+NAMED = 5
 
 
 def run(options):
@@ -20,6 +20,7 @@ def run(options):
     try:
         sides = read_sides(options.source, options.target, getattr(torch, options.dtype))
         facts = facts_of(sides.plan(options.same_processes), options.bandwidth)
+        facts |= {"only_in_source": sides.only_in_source, "only_in_target": sides.only_in_target}
     except (ValueError, OSError) as error:
         print(f"ds_affine plan: {error}", file=sys.stderr)
         return 2
@@ -27,16 +28,20 @@ def run(options):
         print(json.dumps(facts, indent=1))
         return 0
     print(f"{options.source} to {options.target}: {facts['parameters']:,} parameters, {facts['segments']:,} copies, "
-          f"{facts['sent_bytes'] / MIB:,.1f} MiB between processes, {facts['local_bytes'] / MIB:,.1f} MiB within them")
+          f"{size(facts['sent_bytes'])} between processes, {size(facts['local_bytes'])} within them")
+    for side, names in ((options.source, sides.only_in_source), (options.target, sides.only_in_target)):
+        if names:
+            print(
+                f"left out: {len(names):,} only in {side}: {', '.join(names[:NAMED])}{', ...' * (len(names) > NAMED)}")
     for what in ("sender", "receiver"):
         if facts[f"busiest_{what}"] is not None:
             process, numbytes = facts[f"busiest_{what}"]
-            print(f"busiest {what}: process {process}, {numbytes / MIB:,.1f} MiB")
+            print(f"busiest {what}: process {process}, {size(numbytes)}")
     if facts["seconds"] is not None:
         print(f"at {options.bandwidth:,} bytes per second and process: at least {facts['seconds']:.3g} s")
     links = facts["links"]
-    show(f"heaviest of {len(links):,} links", ("from", "to", "MiB"),
-         [(str(one), str(other), f"{numbytes / MIB:,.2f}") for one, other, numbytes in links[:LINKS]],
+    show(f"heaviest of {len(links):,} links", ("from", "to", "size"),
+         [(str(one), str(other), size(numbytes)) for one, other, numbytes in links[:LINKS]],
          right=1)
     return 0
 

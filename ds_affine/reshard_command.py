@@ -18,8 +18,9 @@ from deepspeed.checkpoint.affine_adapters.safetensors_files import read_json
 from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
 from ds_affine.choice import chosen
 from ds_affine.reshard import check_free, stored_dtypes, write
+from ds_affine.tables import size
 
-MIB = 1 << 20
+FILE_BYTES = 5 * 10**9
 CONFIG = "config.json"
 OTHER_OPEN_FILES = 64
 
@@ -27,6 +28,7 @@ OTHER_OPEN_FILES = 64
 def run(options):
     """Return 0 when the folder is written, 2 when it is not."""
     try:
+        _check(options)
         check_free(options.destination)
         checkpoint = open_checkpoint(options.source)
         dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -51,17 +53,34 @@ def run(options):
     return 0
 
 
+def _check(options):
+    """Raise ValueError for options that say nothing beside one another."""
+    given = {name for name in ("fused", "config", "split", "file_size") if getattr(options, name)}
+    useless = given & {"fused", "config", "split"} if options.to is None else given & {"file_size"}
+    beside = "--to hf" if options.to is None else f"--to tp-{options.to}"
+    if options.split and options.to is not None:
+        useless |= given & {"fused", "config"}
+        beside = "--split" if useless != {"file_size"} else beside
+    if useless:
+        raise ValueError(f"--{min(useless).replace('_', '-')} means nothing beside {beside}")
+
+
 def _layout(options, held, parameters, dtypes):
     shapes = {name: one.layout.logical_shape for name, one in parameters.items()}
     degree = options.to
     if degree is None:
-        return whole_layout(shapes, dtypes, options.file_size)
+        return whole_layout(shapes, dtypes, options.file_size or FILE_BYTES)
     if options.split:
         return split_layout(shapes, dtypes, degree, options.split)
     server = _server(options, degree)
     missing = [name for name in server.parts if name not in held]
     if missing:
         raise ValueError(f"{options.source}: has no {missing[0]!r}, which a model of this configuration has")
+    for name, part in server.parts.items():
+        if name in shapes and tuple(part.target_map.logical_shape) != shapes[name]:
+            raise ValueError(
+                f"{options.source}: {name!r} has shape {shapes[name]}, but {_config(options)} describes a "
+                f"model where it has {tuple(part.target_map.logical_shape)}")
     if options.fused and (options.include or options.exclude):
         raise ValueError("--fused stores a whole model; leave out --include and --exclude")
     if options.fused:
@@ -71,7 +90,7 @@ def _layout(options, held, parameters, dtypes):
 
 
 def _server(options, degree):
-    path = Path(options.config or Path(options.source, CONFIG))
+    path = _config(options)
     if not path.is_file():
         raise ValueError(
             f"--to tp-{degree} needs the model's {CONFIG}, by --config, or --split: how heads are cut does "
@@ -79,14 +98,18 @@ def _server(options, degree):
     return server_layout(DecoderModel.from_config(read_json(path)), degree)
 
 
+def _config(options):
+    return Path(options.config or Path(options.source, CONFIG))
+
+
 def _say(options, checkpoint, layout):
     print(f"{options.source} ({checkpoint.kind}): {len(layout.places)} parameters to {len(layout.files)} files, "
-          f"{layout.numbytes / MIB:,.1f} MiB, in {options.destination}")
+          f"{size(layout.numbytes)}, in {options.destination}")
     for name, why in checkpoint.left_out.items():
         print(f"left out: {name}: {why}")
     if options.dry_run:
         for file in layout.files:
-            print(f"  {file.name}: {len(file.tensors)} tensors, {file.numbytes / MIB:,.1f} MiB")
+            print(f"  {file.name}: {len(file.tensors)} tensors, {size(file.numbytes)}")
 
 
 def _allow_open_files(count):

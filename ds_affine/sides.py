@@ -6,7 +6,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict
+from typing import Dict, Sequence
 
 import torch
 
@@ -21,10 +21,12 @@ from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndp
 
 @dataclass(frozen=True)
 class Sides:
-    """Maps of both sides, for the same names; and bytes of an element."""
+    """Maps of both sides, for the same names, and the dtype of elements; and names that one side alone has."""
     source: Dict[str, ParamAffineMap]
     target: Dict[str, ParamAffineMap]
     dtype: torch.dtype
+    only_in_source: Sequence[str] = ()
+    only_in_target: Sequence[str] = ()
 
     def plan(self, together):
         """The `ModelPlan`. Location l of the source is process l; that of the target too where they are `together`,
@@ -54,10 +56,11 @@ def read_sides(source, target, dtype):
             f'{source} and {target} name no parameters; one of them must be a checkpoint, a file of maps, '
             'or LAYOUT:FILE with a table of shapes, such as zero3-64:model.json')
     made = [maps(shapes) for _, maps in sides]
-    names = [name for name in made[1] if name in made[0]]
+    names = {name: None for name in made[1] if name in made[0]}
     if not names:
         raise ValueError(f'{source} and {target} have no parameter of the same name')
-    return Sides(*({name: one[name] for name in names} for one in made), dtype)
+    both = ({name: one[name] for name in names} for one in made)
+    return Sides(*both, dtype, *([name for name in one if name not in names] for one in made))
 
 
 def _read(text):
@@ -76,10 +79,22 @@ def _read(text):
     if path.is_dir():
         held = {name: one.layout for name, one in open_checkpoint(path).parameters.items() if not one.tied_to}
     elif path.is_file():
-        held = load_affine_maps(envelope_of(read_json(path)))
+        held = _maps_in(path)
     else:
         raise ValueError(f'{text!r} is no layout (zero3-N, whole-N, rows-N, columns-N), no checkpoint and no file')
     return {name: one.logical_shape for name, one in held.items()}, lambda shapes: held
+
+
+def _maps_in(path):
+    content = read_json(path)
+    if 'parameters' in content and 'params' not in content:
+        raise ValueError(f'{path}: is a table of shapes; say in which layout, such as zero3-8:{path}')
+    if 'logical_shape' in content:
+        raise ValueError(f'{path}: is one map without a name; expected {{"version": 1, "params": {{name: map}}}}')
+    try:
+        return load_affine_maps(envelope_of(content))
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
 
 
 def _map(kind, shape, ranks):

@@ -4,6 +4,14 @@
 """Tables as plain text: they can be piped, searched and are never cut."""
 
 
+def size(numbytes):
+    """Bytes as one reads them, such as 1.50 GiB."""
+    for unit, width in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if numbytes >= width:
+            return f"{numbytes / width:,.2f} {unit}"
+    return f"{numbytes} B"
+
+
 def show(title, columns, rows, right=0):
     """Print a table; the last `right` columns are numbers."""
     lines = [columns, *rows]

@@ -21,7 +21,8 @@ def run(options):
     try:
         first, second = (open_checkpoint(path).parameters for path in (options.first, options.second))
         names = [name for name in to_compare(first, second) if is_chosen(name, options.include, options.exclude)]
-        found = [(name, difference(first.get(name), second.get(name))) for name in names]
+        dtype = getattr(torch, options.dtype) if options.dtype else None
+        found = [(name, difference(first.get(name), second.get(name), dtype)) for name in names]
     except (ValueError, OSError) as error:
         print(f"ds_affine verify: {error}", file=sys.stderr)
         return 2
@@ -45,34 +46,41 @@ def to_compare(first, second):
     ]
 
 
-def difference(one, other):
-    """What tells two HeldParameters apart, in words; empty where nothing does. Nothing is put together for it."""
+def difference(one, other, dtype=None):
+    """What tells two HeldParameters apart, in words; empty where nothing does. Nothing is put together for it.
+
+    Floating-point parameters are compared as they would be stored in `dtype`, where one is given.
+    """
     if one is None or other is None:
         return f"is only in {'B' if one is None else 'A'}"
     if one.layout.logical_shape != other.layout.logical_shape:
         return f"has shape {one.layout.logical_shape} in A and {other.layout.logical_shape} in B"
-    if one.dtype != other.dtype:
+    casts = dtype is not None and one.dtype.is_floating_point and other.dtype.is_floating_point
+    if one.dtype != other.dtype and not casts:
         return f"is {one.dtype} in A and {other.dtype} in B"
     # Each way, so that every replica of either is looked at.
     for source, target in ((one, other), (other, one)):
         plan = plan_transfer(target.layout, source.layout)
-        if not all(_same(segment, source.buffers, target.buffers) for segment in plan.segments):
+        if not all(
+                _same(segment, source.buffers, target.buffers, dtype if casts else one.dtype)
+                for segment in plan.segments):
             return "differs"
     return ""
 
 
-def _same(segment, sources, targets):
-    return all(
-        torch.equal(*pair) for pair in zip(
-            _blocks(sources[segment.source_rank], segment.source_offset, segment.source_strides, segment.shape),
-            _blocks(targets[segment.target_rank], segment.target_offset, segment.target_strides, segment.shape)))
+def _same(segment, sources, targets, dtype):
+    source = _blocks(sources[segment.source_rank], segment.source_offset, segment.source_strides, segment.shape, dtype)
+    target = _blocks(targets[segment.target_rank], segment.target_offset, segment.target_strides, segment.shape, dtype)
+    return all(torch.equal(*pair) for pair in zip(source, target))
 
 
-def _blocks(tensor, offset, strides, shape):
-    """The elements of a strided region as integers of their width, some rows of it at a time."""
+def _blocks(tensor, offset, strides, shape, dtype):
+    """The elements of a strided region in `dtype`, as integers of their width, some rows of it at a time."""
     flat = tensor.contiguous().view(-1).view(WORDS[tensor.element_size()])
     step = len(flat) // max(tensor.numel(), 1)
     view = flat.as_strided((*shape, step), (*(stride * step for stride in strides), 1),
                            flat.storage_offset() + offset * step)
     rows = view.reshape(1, -1) if view.dim() == 1 else view
-    yield from rows.split(max(1, BLOCK * len(rows) // max(rows.numel(), 1)))
+    for block in rows.split(max(1, BLOCK * len(rows) // max(rows.numel(), 1))):
+        yield block if dtype == tensor.dtype else block.contiguous().view(tensor.dtype).to(dtype).view(
+            WORDS[dtype.itemsize])

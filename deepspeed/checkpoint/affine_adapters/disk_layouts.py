@@ -99,8 +99,13 @@ def split_layout(shapes, dtypes, degree, splits):
             parameter is cut, evenly. All others are whole on every rank.
 
     Raises:
-        ValueError: an axis that a parameter has not, or whose size ``degree`` does not divide.
+        ValueError: an axis that a parameter has not, or whose size ``degree`` does not divide; a pattern that is found
+            in no name.
     """
+    for pattern, _ in splits:
+        if not any(re.search(pattern, name) for name in shapes):
+            raise ValueError(f'no parameter has {getattr(pattern, "pattern", pattern)!r} in its name, so there is '
+                             'nothing to cut by it')
     maps = {}
     places = {}
     for name, shape in shapes.items():

@@ -4,7 +4,7 @@
 """What a live model holds of one parameter, and which of a model's names are one tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Optional
 
 import torch
@@ -37,7 +37,7 @@ class HeldParameter:
                            for name, one in held.items()], endpoints, torch.bfloat16)
     """
     layout: ParamAffineMap
-    buffers: Mapping
+    buffers: Mapping = field(repr=False)
     dtype: torch.dtype
     tied_to: Optional[str] = None
 

@@ -17,7 +17,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read: which file, what was found, what to do."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
     """The parameters and buffers of a model on disk.
 
@@ -30,6 +30,9 @@ class Checkpoint:
     kind: str
     parameters: Dict[str, HeldParameter]
     left_out: Dict[str, str]
+
+    def __repr__(self) -> str:
+        return f'Checkpoint: {self.kind}, {len(self.parameters)} parameters and buffers'
 
 
 def whole(tensor: torch.Tensor) -> HeldParameter:

@@ -45,7 +45,7 @@ def zero3_flats(states, paths):
     for path, groups in zip(paths, flats):
         if not isinstance(groups, list) or [len(flat) for flat in groups] != [len(flat) for flat in flats[0]]:
             raise CheckpointError(f'{path}: its flat groups have other sizes than those of {paths[0].name}.')
-    return flats
+    return [[flat.detach() for flat in groups] for groups in flats]
 
 
 def zero3_places(shapes, copies, sizes, world_size, path):
@@ -81,7 +81,7 @@ def zero3_frozen(shapes, models, paths):
             if fragment is None or not fragment.is_contiguous() or fragment.numel() < prod(needed):
                 raise CheckpointError(f'{path}: has not the {prod(needed)} elements of frozen parameter {name!r} that '
                                       'are its part.')
-        held[name] = _zero3_held(layout, [fragment.flatten() for fragment in fragments])
+        held[name] = _zero3_held(layout, [fragment.detach().flatten() for fragment in fragments])
     return held
 
 
@@ -111,7 +111,7 @@ def flat_pieces(states, paths):
                 if not 0 <= fragment.start <= fragment.start + fragment.numel <= len(flat):
                     raise CheckpointError(f'{path}: parameter {name!r} is said to lie at [{fragment.start}, '
                                           f'{fragment.start + fragment.numel}) of {len(flat)} elements.')
-                pieces.setdefault(name, []).append((rank, flat.narrow(0, fragment.start, fragment.numel)))
+                pieces.setdefault(name, []).append((rank, flat.detach().narrow(0, fragment.start, fragment.numel)))
     return pieces
 
 

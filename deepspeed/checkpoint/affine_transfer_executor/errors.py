@@ -35,7 +35,7 @@ def described(error: BaseException) -> str:
     explains = isinstance(error, (ValueError, Explained)) and text
     words = text if explains else f'{kind}: {text}' if text else kind
     # gloo's errors end with advice about its own logs.
-    words = words.partition(' This is typically caused by')[0]
+    words = words.partition('. This is typically caused by')[0]
     return words.encode(errors='backslashreplace').decode()
 
 

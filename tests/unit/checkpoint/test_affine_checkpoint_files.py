@@ -30,6 +30,7 @@ from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
 from deepspeed.checkpoint.affine_adapters.disk_layouts import server_disk_layout, split_layout, whole_layout
 from deepspeed.checkpoint.affine_adapters.safetensors_files import new_file
 from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
+from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
 from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
 from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
 from ds_affine.cli import main
@@ -837,6 +838,57 @@ def test_more_files_are_written_than_may_be_open_at_first(tmp_path):
     assert not list(tmp_path.glob("*refused*"))
 
 
+@pytest.mark.parametrize("options, words", [
+    (["hf", "--fused"], "--fused means nothing beside --to hf"),
+    (["hf", "--config", "c.json"], "--config means nothing beside --to hf"),
+    (["hf", "--split", "w=0"], "--split means nothing beside --to hf"),
+    (["tp-2", "--split", "w=0", "--fused"], "--fused means nothing beside --split"),
+    (["tp-2", "--split", "w=0", "--config", "c.json"], "--config means nothing beside --split"),
+    (["tp-2", "--split", "w=0", "--file-size", "1GB"], "--file-size means nothing beside --to tp-2"),
+    (["tp-2", "--split", "nothing=0"], "no parameter has 'nothing' in its name"),
+])
+def test_options_that_would_do_nothing_are_refused(options, words, tmp_path, capsys):
+    source = save_folder(tmp_path / "source", model={"w": torch.ones(4)})
+    code, said, error = run(capsys, "reshard", source, tmp_path / "out", "--dry-run", "--to", *options)
+    assert (code, said) == (2, "") and words in error and not (tmp_path / "out").exists()
+
+
+def test_a_configuration_of_another_model_is_refused(tmp_path, capsys):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 35
+    }
+    parts = server_layout(DecoderModel.from_config(config), 2).parts
+    content = {name: torch.ones(part.target_map.logical_shape) for name, part in parts.items()}
+    content["lm_head.weight"] = torch.ones(34, 16)
+    source = save_folder(tmp_path / "source", model=content)
+    (source / "config.json").write_text(json.dumps(config))
+    code, said, error = run(capsys, "reshard", source, tmp_path / "out", "--dry-run", "--to", "tp-2")
+    assert (code, said) == (2, "")
+    assert "'lm_head.weight' has shape (34, 16), but" in error and "where it has (35, 16)" in error
+
+
+@pytest.mark.parametrize("dtype, code", [("bfloat16", 0), ("float32", 1), (None, 1)])
+def test_verify_compares_as_stored(dtype, code, tmp_path, capsys):
+    content = {"w": torch.randn(40, 30), "steps": torch.arange(5)}
+    source = save_folder(tmp_path / "source", model=content)
+    assert run(capsys, "reshard", source, tmp_path / "out", "--to", "hf", "--dtype", "bfloat16")[0] == 0
+    options = ["--dtype", dtype] if dtype else []
+    assert run(capsys, "verify", source, tmp_path / "out", *options)[0] == code
+    assert run(capsys, "verify", tmp_path / "out", source, *options)[0] == code
+
+
+def test_what_was_opened_needs_no_gradient_and_prints_no_values(tmp_path):
+    checkpoint = open_checkpoint(save_engine(tmp_path / "folder"))
+    assert not any(tensor.requires_grad for held in checkpoint.parameters.values() for tensor in held.buffers.values())
+    assert len(repr(checkpoint)) < 100 and "parameters and buffers" in repr(checkpoint)
+    assert "tensor(" not in "".join(map(repr, checkpoint.parameters.values()))
+
+
 # ------------------------------------------------------------------------------------------ runs that do not end
 
 
@@ -1049,9 +1101,9 @@ def test_inspect_prints_a_table(shards, capsys):
     code, said, _ = run(capsys, "inspect", shards, "--include", "layer.*", "--include", "norm", "--exclude", "*2")
     lines = said.splitlines()
     assert code == 0 and lines[0] == f"{shards}: safetensors over 2 ranks"
-    assert lines[1].split() == ["parameter", "shape", "dtype", "layout", "MiB"]
+    assert lines[1].split() == ["parameter", "shape", "dtype", "layout", "size"]
     assert [line.split()[0] for line in lines[2:-1]] == ["layer.0", "layer.1", "norm"]
-    assert "(8, 3)  " in lines[2] and "float32" in lines[2] and "2 pieces on 2" in lines[2]
+    assert "(8, 3)  " in lines[2] and "float32" in lines[2] and "cut along axis 0 over 2  96 B" in lines[2]
     assert "whole on 2" in lines[4]
     assert lines[-1].startswith("3 parameters and buffers")
 

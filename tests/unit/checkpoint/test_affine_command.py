@@ -4,6 +4,7 @@
 """The commands that look at layouts: `ds_affine plan`, `explain` and `lint`."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -82,11 +83,20 @@ def test_a_plan_in_words(capsys, table):
 
 def test_an_explanation_names_pieces_copies_and_holders(capsys, table):
     code, out, _ = printed(capsys, "explain", "up.weight", f"whole-3:{table}", "rows-2")
-    lines = [line.split() for line in out.splitlines()]
+    lines = [re.split("  +", line) for line in out.splitlines()]
     assert code == 0 and "up.weight, shape (6, 4)" in out
-    assert out.count("0, 1, 2") >= 5
-    assert ["0", "0", "0", "0", "(3,", "4)", "0,", "1,", "2"] in lines
-    assert sum(line[-3:] == ["0,", "1,", "2"] for line in lines) == 3 + 2
+    # Three pieces on the source side, which all hold, and two copies; the third holder has nothing to send.
+    assert sum(line[-1] == "0, 1, 2" for line in lines) == 3
+    assert lines[-2:] == [["0", "0", "0", "0", "(3, 4)", "24 B", "0 to 3", "0, 1, 2", "has least to send so far"],
+                          ["1", "12", "1", "0", "(3, 4)", "24 B", "1 to 4", "0, 1, 2", "has least to send so far"]]
+
+
+@pytest.mark.parametrize("source, options, why", [("zero3-2", (), "the only holder"),
+                                                  ("whole-2", ("--same-processes", ), "on the same process")])
+def test_an_explanation_says_why_a_holder_was_chosen(capsys, table, source, options, why):
+    code, out, _ = printed(capsys, "explain", "up.weight", f"{source}:{table}", "rows-2", *options)
+    copies = out.partition("copies: ")[2].splitlines()[2:]
+    assert code == 0 and len(copies) == 2 and all(line.endswith(why) for line in copies)
 
 
 @pytest.mark.parametrize("layout", [zero3_partition_map((5, 7), 4), replicated_map((3, 4), 2)])
@@ -112,10 +122,30 @@ def _indices(shape):
     (("explain", "nothing", "zero3-2:TABLE", "rows-2"), "no parameter 'nothing'"),
     (("explain", "up", "zero3-2:TABLE", "rows-2"), "did you mean up.weight?"),
     (("plan", "zero3-2:elsewhere.json", "rows-2"), "elsewhere.json"),
+    (("plan", "TABLE", "rows-2"), "is a table of shapes; say in which layout, such as zero3-8:"),
+    (("plan", "ONE", "rows-2"), "is one map without a name"),
+    (("plan", "ODD", "rows-2"), "odd.json: The affine maps have no version"),
+    (("lint", "ODD"), "odd.json: The affine maps have no version"),
 ])
-def test_what_cannot_be_planned_is_said_on_one_line(capsys, table, arguments, words):
-    code, out, err = printed(capsys, *(argument.replace("TABLE", str(table)) for argument in arguments))
+def test_what_cannot_be_planned_is_said_on_one_line(capsys, table, tmp_path, arguments, words):
+    files = {"TABLE": table, "ONE": tmp_path / "one.json", "ODD": tmp_path / "odd.json"}
+    files["ONE"].write_text(json.dumps(HALF))
+    files["ODD"].write_text("{}")
+    for word, path in files.items():
+        arguments = [argument.replace(word, str(path)) for argument in arguments]
+    code, out, err = printed(capsys, *arguments)
     assert code == 2 and out == "" and words in err and len(err.splitlines()) == 1
+
+
+def test_what_only_one_side_has_is_told(capsys, table, tmp_path):
+    maps = {name: replicated_map(shape, 2) for name, shape in SHAPES.items() if name != "norm.weight"}
+    maps["extra"] = replicated_map((2, ), 2)
+    arguments = ["plan", f"zero3-4:{table}", written(tmp_path / "maps.json", maps)]
+    code, out, _ = printed(capsys, *arguments)
+    assert code == 0 and "2 parameters" in out
+    assert f"left out: 1 only in zero3-4:{table}: norm.weight\n" in out and "maps.json: extra\n" in out
+    facts = json.loads(printed(capsys, *arguments, "--json")[1])
+    assert (facts["only_in_source"], facts["only_in_target"]) == (["norm.weight"], ["extra"])
 
 
 def test_lint_tells_all_that_is_wrong(capsys, tmp_path):

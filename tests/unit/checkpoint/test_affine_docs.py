@@ -9,6 +9,9 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import socket
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -96,3 +99,40 @@ def test_examples_of_the_documents(name, least):
         block.globs = names
     assert all(block.examples for block in blocks)
     assert run_examples(blocks) >= least
+
+
+def test_commands_of_the_documents(tmp_path):
+    """All lines of docs/command.md run in their order in one shell, and say something."""
+    text = (DOCS / "command.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^    (.*)\n", text, flags=re.MULTILINE)
+    script = "\n".join(lines).replace("ds_affine ", f"{sys.executable} -m ds_affine ")
+    script = script.replace("python -c",
+                            f"{sys.executable} -c").replace("explain NAME SOURCE TARGET",
+                                                            "explain up_proj.weight zero3-3:model.json rows-2")
+    ended = subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr
+    assert script.count("-m ds_affine") == 8 and "1 maps checked, 0 findings" in ended.stdout
+    assert "up_proj.weight, shape (1024, 512)" in ended.stdout and "the only holder" in ended.stdout
+    made = {"model.json", "maps.json", "page.html", "figure.svg", "explain.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == made
+
+
+def test_script_of_the_tutorial(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = tmp_path / "sync.py"
+    script.write_text((DOCS / "sync.py").read_text().replace("29511", port))
+    processes = [
+        subprocess.Popen([sys.executable, script, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(4)
+    ]
+    try:
+        said = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * 4
+    assert said[:2] == ["", ""]
+    for server in (0, 1):
+        assert said[2 +
+                    server].splitlines() == [f"server {server}, step {step}: {12 * (step + 1)}" for step in range(3)]

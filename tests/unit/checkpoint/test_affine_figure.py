@@ -218,6 +218,7 @@ def test_few_and_many_ranks(tmp_path, ranks, name):
     path, shapes = tmp_path / "figure.svg", {"matrix": (2000, 30), "vector": (3000, ), "scalar": ()}
     assert run(tmp_path, shapes, f"zero3-{ranks}", "columns-3", name, "--figure", path) == 0
     assert f"shape {shapes[name]}, bfloat16, zero3-{ranks} to columns-3" in text_of(path)
+    assert ("from process (the first of each group)" in text_of(path)) == (ranks > 256)
     # It does not grow with the number of pieces.
     assert path.stat().st_size < 200_000
 
