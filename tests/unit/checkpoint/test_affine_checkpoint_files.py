@@ -30,7 +30,6 @@ from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
 from deepspeed.checkpoint.affine_adapters.disk_layouts import server_disk_layout, split_layout, whole_layout
 from deepspeed.checkpoint.affine_adapters.safetensors_files import new_file
 from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
-from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
 from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
 from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
 from ds_affine.cli import main

@@ -4,7 +4,9 @@
 """Model plans in files: equal after a round trip, small, refused when damaged, and proved again on request."""
 
 import io
+import itertools
 import json
+import operator
 import os
 import random
 import tracemalloc
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from affine_models import contested_models, models, replica_model, same_columns, same_plans
 from deepspeed.checkpoint.affine import contiguous_split_map, relabel, replicated_map, zero3_partition_map
@@ -167,6 +170,52 @@ def test_a_damaged_file_is_refused_or_still_says_the_same(stored):
         except AffineTransferError:
             refused += 1
     assert refused > 400
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """Arrays of a file, its plan, what it was asked for, and where to write others."""
+    path = tmp_path_factory.mktemp('plans') / 'plan.npz'
+    save_model_plan(_plan(), path)
+    return _read(path), load_model_plan(path), _model()[0], path
+
+
+# This takes about five seconds.
+@settings(max_examples=400)
+@given(data=st.data())
+def test_any_number_in_a_table_is_refused_or_the_plan_is_another_that_is_right(whole, data):
+    """Numbers are changed as somebody would who knows the format; with the transfers, what is read is proved."""
+    arrays, plan, transfers, path = whole
+    name = data.draw(st.sampled_from(sorted(name for name, table in arrays.items()
+                                            if name != 'header' and len(table))))
+    changed = arrays[name].copy()
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(changed) - 1))
+        near = st.integers(-2, 80) | st.sampled_from([2**31, 2**62, 2**63 - 1, -2**63])
+        changed[place] = data.draw(near if changed.dtype == np.int64 else st.floats() if changed.dtype.kind ==
+                                   'f' else st.integers(0, 127))
+    _write(path, {**arrays, name: changed})
+    try:
+        read = load_model_plan(path, transfers)
+    except (AffineTransferError, InvalidMapError) as refusal:
+        assert str(refusal)
+    else:
+        assert set(read) == set(plan) and read.segments == plan.segments
+        for one in read:
+            elements = [_elements(each[one]) for each in (read, plan)]
+            assert elements[0].keys() == elements[1].keys()
+
+
+def _elements(plan):
+    """``{(target, its address): (source, its address)}``, element by element."""
+    found = {}
+    for segment in plan.segments:
+        for index in itertools.product(*map(range, segment.shape)):
+            target = segment.target_offset + sum(map(operator.mul, index, segment.target_strides))
+            source = segment.source_offset + sum(map(operator.mul, index, segment.source_strides))
+            assert (segment.target_rank, target) not in found
+            found[segment.target_rank, target] = segment.source_rank, source
+    return found
 
 
 def _header(key, value):
