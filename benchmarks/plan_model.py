@@ -25,7 +25,7 @@ import torch
 import workloads
 from deepspeed.checkpoint.affine_transfer import plan_transfer, plan_transfers
 from peers import distinct, find_upstream, read_calls
-from tables import Requirement, Table, conclude, cpu_seconds, number
+from tables import Requirement, Table, add_options, conclude, cpu_seconds, number
 
 MODELS = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'models'
 LLAMA_8B, LLAMA_70B, DEEPSEEK = 'llama-3-8b', 'llama-3-70b', 'deepseek-v3'
@@ -370,9 +370,7 @@ def measure_senders(report, parameters_of):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description='Measure what it costs to plan whole models.')
-    parser.add_argument('--check',
-                        action='store_true',
-                        help='exit with 1 where a requirement is missed or not measured')
+    add_options(parser)
     parser.add_argument('--runs', type=int, default=3, help='runs of our planner per row; the median is shown')
     parser.add_argument('--models', default=MODELS, help=f'folder of the parameter tables (default: {MODELS})')
     parser.add_argument('--deepspeed-path', help='site-packages folder of a DeepSpeed that this Python does not see')
@@ -384,9 +382,8 @@ def main(argv=None):
     required = [
         *measure_models(report, parameters_of), *measure_scales(report), *measure_senders(report, parameters_of)
     ]
-    report.table.show('Planning whole models (CPU seconds)')
     print(*report.notes, sep='\n')
-    return conclude(required, options.check)
+    return conclude(required, options, report.table, 'Planning whole models (CPU seconds)')
 
 
 if __name__ == '__main__':

@@ -19,12 +19,11 @@ from deepspeed.checkpoint import affine
 from deepspeed.checkpoint.affine import contiguous_split_map, relabel, union_affine_maps, zero3_partition_map
 from deepspeed.checkpoint.affine_transfer import plan_transfer
 from peers import find_upstream
-from tables import Requirement, Table, cpu_seconds, number
+from tables import Requirement, Table, add_options, conclude, cpu_seconds, number
 from workloads import even
 
 OURS = 'ours'
-COLUMNS = ('parameter', 'what', 'planner', 'maps s', 'work s', 'segments', 'us/segment', 'peak MiB', 'found',
-           'required')
+COLUMNS = ('parameter', 'what', 'planner', 'maps s', 'work s', 'segments', 'us/segment', 'peak MiB')
 
 ROWS_COLUMNS = (16384, 8192)
 UNEVEN = (16383, 8189)
@@ -101,17 +100,18 @@ def union_to_columns():
 
 
 class Results:
-    """The rows as they are measured, and whether all that is required was found."""
+    """The rows as they are measured, and what is required of them."""
 
     def __init__(self):
         self.table = Table(COLUMNS, left=3)
-        self.met = True
+        self.required = []
 
     def add(self, parameter, what, planner, measured, requirement=None):
         print(f'  {what} ({planner})', file=sys.stderr, flush=True)
         shape = ' x '.join(map(str, parameter))
-        self.table.add(shape, what, planner, *_figures(measured), *_verdict(requirement))
-        self.met &= requirement is None or requirement.met
+        self.table.add(shape, what, planner, *_figures(measured))
+        if requirement is not None:
+            self.required.append((f'{shape}, {what}', requirement))
 
 
 def _figures(measured):
@@ -123,10 +123,6 @@ def _figures(measured):
     else:
         counts = [f'{measured.segments:,}', number(measured.per_segment)]
     return (*seconds, *counts, '' if measured.peak is None else f'{measured.peak / 2**20:,.1f}')
-
-
-def _verdict(requirement):
-    return ('', '') if requirement is None else (requirement.shown, requirement.bound)
 
 
 def compare(results, what, build: Callable, upstream, why_not, runs, least):
@@ -177,9 +173,7 @@ def run(upstream, why_not, runs):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description='Measure what it costs to plan one parameter.')
-    parser.add_argument('--check',
-                        action='store_true',
-                        help='exit with 1 where a requirement is missed or not measured')
+    add_options(parser)
     parser.add_argument('--runs', type=int, default=3, help='runs of our planner per row; the median is shown')
     parser.add_argument('--deepspeed-path', help='site-packages folder of a DeepSpeed that this Python does not see')
     options = parser.parse_args(argv)
@@ -187,13 +181,9 @@ def main(argv=None):
         parser.error('--runs must be 1 or more')
     upstream, why_not = find_upstream(options.deepspeed_path)
     results = run(upstream, why_not, options.runs)
-    results.table.show('Planning one parameter (CPU seconds)')
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f'largest resident memory of the process: {kilobytes / 2**10:,.0f} MiB')
-    if options.check and not results.met:
-        print('a requirement was missed or not measured', file=sys.stderr)
-        return 1
-    return 0
+    return conclude(results.required, options, results.table, 'Planning one parameter (CPU seconds)')
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tables import Requirement, Table, conclude
+from tables import Requirement, Table, add_options, conclude
 
 MIB = 1 << 20
 RANKS = 4
@@ -154,7 +154,7 @@ def measure(work, layers, runs):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description='Measure what it costs to turn a ZeRO-3 checkpoint into safetensors.')
-    parser.add_argument('--check', action='store_true', help='exit with 1 where a requirement is missed')
+    add_options(parser)
     parser.add_argument('--runs', type=int, default=3, help='turns of all ways (default 3)')
     parser.add_argument('--layers', type=int, default=23, help='96 MiB each (default 23, 2.2 GiB)')
     parser.add_argument('--folder', help='where to put the files (default: that for temporary ones)')
@@ -171,13 +171,12 @@ def main(argv=None):
         table.add(f'{options.layers * 96 / 1024:.1f} GiB', way,
                   f'{statistics.median(one.seconds for one in runs):.2f}', f'{statistics.median(ratios):.2f}',
                   f'{min(ratios):.2f}', f'{max(ratios):.2f}', f'{max(one.peak for one in runs) / MIB:,.0f}')
-    table.show('ZeRO-3 checkpoint to safetensors')
     faster = statistics.median(base.seconds / one.seconds for one, base in zip(whole, theirs))
     slower = statistics.median(one.seconds / base.seconds for one, base in zip(shards, whole))
     required = [('one folder, than zero_to_fp32.py', Requirement(faster, 'x faster', least=1.5)),
                 ('one folder, peak', Requirement(max(one.peak for one in whole) / 1e6, 'MB', most=500)),
                 ('TP-4 shards, than one folder', Requirement(slower, 'x its time', most=1.1))]
-    return conclude(required, options.check)
+    return conclude(required, options, table, 'ZeRO-3 checkpoint to safetensors')
 
 
 if __name__ == '__main__':

@@ -3,6 +3,8 @@
 # DeepSpeed Team
 """What the benchmarks share: CPU time, requirements, and tables that need no library."""
 
+import os
+import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -48,17 +50,36 @@ class Requirement:
         return f'{number(self.found)} {self.unit}{"" if self.met else ", MISSED"}'
 
 
-def conclude(required, check):
-    """Print what must be shown, pairs of words and ``Requirement``; returns the exit code, 1 where ``check`` is given
-    and something was missed."""
+def add_options(parser):
+    """Add the options that ``conclude`` reads."""
+    parser.add_argument('--check',
+                        action='store_true',
+                        help='exit with 1 where a requirement is missed or not measured')
+    parser.add_argument('--markdown', metavar='FILE', help='write the tables into this file, for the documentation')
+
+
+def conclude(required, options, table, title):
+    """Print what was measured and what must be shown, pairs of words and ``Requirement``; returns the exit code, 1
+    where ``--check`` is given and something was missed."""
     verdicts = Table(('must be shown', 'found', 'required'), left=1)
     for what, requirement in required:
         verdicts.add(what, requirement.shown, requirement.bound)
+    table.show(title)
     verdicts.show('What must be shown')
-    if check and not all(requirement.met for _, requirement in required):
+    if options.markdown:
+        with open(options.markdown, 'w', encoding='utf-8') as file:
+            file.write(f'{_written_by()}\n\n{table.markdown()}\n\n{verdicts.markdown()}\n')
+    if options.check and not all(requirement.met for _, requirement in required):
         print('a requirement was missed or not measured', file=sys.stderr)
         return 1
     return 0
+
+
+def _written_by():
+    import torch
+    return (f'Written by `{" ".join(["python", "benchmarks/" + os.path.basename(sys.argv[0]), *sys.argv[1:]])}` on '
+            f'{time.strftime("%Y-%m-%d")}: {os.cpu_count()} cores, {platform.machine()}, Python '
+            f'{platform.python_version()}, torch {torch.__version__}.')
 
 
 class Table:
@@ -85,6 +106,12 @@ class Table:
             table.add_row(*row)
         # A table in a file or a pipe has no width of its own; nothing may be cut off there.
         Console(width=None if sys.stdout.isatty() else 240).print(table)
+
+    def markdown(self):
+        """The table in the Markdown of GitHub and MyST."""
+        rules = ['---'] * self.left + ['---:'] * (len(self.columns) - self.left)
+        rows = [self.columns, rules, *([cell.replace('|', '\\|') for cell in row] for row in self.rows)]
+        return '\n'.join(f'| {" | ".join(row)} |' for row in rows)
 
     def _plain(self):
         rows = [self.columns, *self.rows]

@@ -21,7 +21,7 @@ from deepspeed.checkpoint.affine_transfer_executor import StagingBudget, Transfe
 from movers import Buffers, Executor, Job, random_bits
 from moves import COPY, GATHERED, OURS, PACKED, RAW, REPLICAS, moves
 from ranks import Peak, run_job, written
-from tables import Requirement, Table, conclude, number
+from tables import Requirement, Table, add_options, conclude, number
 
 MIB = 1 << 20
 COLUMNS = ('move', 'by', 's', 'GB/s', 'time / first', 'lowest', 'highest', 'CPU / first',
@@ -190,9 +190,7 @@ REQUIRED = {
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description='Measure what it costs to move a model between processes.')
-    parser.add_argument('--check',
-                        action='store_true',
-                        help='exit with 1 where a requirement is missed or not measured')
+    add_options(parser)
     parser.add_argument('--runs', type=int, default=7, help='turns of all movers (default 7)')
     parser.add_argument('--moves', nargs='+', choices=list(REQUIRED), default=list(REQUIRED), help='only these')
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu', help='where the buffers are')
@@ -213,9 +211,8 @@ def main(argv=None):
                                 'are here')
         else:
             report.run(key, known[key])
-    report.table.show('Moving models')
     print(*report.notes, sep='\n')
-    return conclude(report.required, options.check)
+    return conclude(report.required, options, report.table, 'Moving models')
 
 
 if __name__ == '__main__':

@@ -17,4 +17,4 @@ autodoc_typehints = 'none'
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 # The license header of every file is no part of what it says.
-exclude_patterns = ['_build']
+exclude_patterns = ['_build', 'tables']

@@ -22,22 +22,53 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def main(arguments=None):
     """Run the command line `arguments` (those of the process by default) and return its exit code: 0 when all is
-    well, 1 when the answer is no, 2 when the question cannot be answered."""
-    options = build_parser().parse_args(arguments)
+    well, 1 when the answer is no, 2 when the question cannot be answered, as a shell counts it when interrupted."""
+    with contextlib.ExitStack() as closing:
+        _have_streams(closing)
+        return _run(build_parser().parse_args(arguments))
+
+
+def _have_streams(closing):
+    """Services may have closed standard output and errors, and terminals may know few characters."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, closing.enter_context(open(os.devnull, "w")))
+            closing.callback(setattr, sys, name, None)
+        elif hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def _run(options):
     if options.needs_library and (found := hiding_deepspeed()) is not None:
         print(HIDDEN.format(found=found), file=sys.stderr)
         return 1
     try:
         # DeepSpeed says things on the standard output of whoever imports it, which is for answers here.
         with contextlib.redirect_stdout(sys.stderr):
-            command = importlib.import_module(options.module)
-        code = command.run(options)
+            module = importlib.import_module(options.module)
+        code = module.run(options)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # Who reads the output has seen enough, as `head` does. Python would say so again when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, MemoryError) as error:
+        if not isinstance(error, BrokenPipeError):
+            what = "it takes more memory than there is" if isinstance(error, MemoryError) else error
+            print(f"ds_affine {options.command}: {what}", file=sys.stderr)
+            _forget_output()
+            return 2
+        # Who reads the output has seen enough, as `head` does.
+        _forget_output()
         return 141
+
+
+def _forget_output():
+    """Have nothing more written: what could not be would be tried again when Python ends, and be said again."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def hiding_deepspeed():
@@ -67,7 +98,7 @@ def _add(subcommands, name, help, description, examples="", needs_library=True):
                                     description=description,
                                     epilog=examples and f"examples:\n{examples}",
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(module=f"ds_affine.{name}_command", needs_library=needs_library)
+    parser.set_defaults(command=name, module=f"ds_affine.{name}_command", needs_library=needs_library)
     return parser
 
 

@@ -4,7 +4,7 @@
 """The command `ds_affine explain`: why a parameter goes where it goes."""
 
 import os
-import sys
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from uuid import uuid4
@@ -15,7 +15,7 @@ from ds_affine.figure import check_figure, rendered
 from ds_affine.page import holders, page
 from ds_affine.plan_command import facts_of
 from ds_affine.sides import read_sides
-from ds_affine.tables import show, size
+from ds_affine.tables import plain, show, size
 
 MOST_ROWS = 50
 PIECES = ("location", "shape", "first element", "strides", "held by")
@@ -23,24 +23,20 @@ COPIES = ("from location", "its element", "to location", "its element", "shape",
 
 
 def run(options):
-    """Return 0, or 2 when there is no such parameter or no plan."""
-    try:
-        if options.figure:
-            check_figure(options.figure)
-        sides = read_sides(options.source, options.target, getattr(torch, options.dtype))
-        if options.name not in sides.target:
-            near = [name for name in sides.target if options.name in name][:3]
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise ValueError(f"no parameter {options.name!r} is in both layouts{hint}")
-        plan = sides.plan(options.same_processes)
-        if options.html or options.figure:
-            _write(options, sides, plan)
-            return 0
-    except (ValueError, OSError) as error:
-        print(f"ds_affine explain: {error}", file=sys.stderr)
-        return 2
+    """Return 0."""
+    if options.figure:
+        check_figure(options.figure)
+    sides = read_sides(options.source, options.target, getattr(torch, options.dtype))
     name = options.name
-    print(f"{name}, shape {sides.target[name].logical_shape}")
+    if name not in sides.target:
+        near = [one for one in sides.target if name in one][:3] or get_close_matches(name, sides.target)
+        hint = f"; did you mean {', '.join(map(plain, near))}?" if near else ""
+        raise ValueError(f"no parameter {name!r} is in both layouts{hint}")
+    plan = sides.plan(options.same_processes)
+    if options.html or options.figure:
+        _write(options, sides, plan)
+        return 0
+    print(f"{plain(name)}, shape {sides.target[name].logical_shape}")
     for side, layout in (("source", sides.source[name]), ("target", sides.target[name])):
         _show(f"\n{side}: elements of the parameter, and who has them", PIECES, piece_rows(layout))
     _show("\ncopies: from which holder each target takes its elements", COPIES,

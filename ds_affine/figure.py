@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ds_affine import tables
 from ds_affine.page import block, holders, traffic
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -99,7 +100,7 @@ def title(name, sides, plan, facts, layouts):
 def plain(text):
     """A text in one line: what no font can draw and no XML may hold, such as a line break, as Python writes it. Very
     long ones lose their middle."""
-    text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    text = tables.plain(text)
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS // 2]} ... {text[-MOST_LETTERS // 2:]}"
 
 

@@ -3,29 +3,28 @@
 # DeepSpeed Team
 """The command `ds_affine lint`: are stored maps valid, complete and canonical?"""
 
-import sys
 from pathlib import Path
 
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 from deepspeed.checkpoint.affine.union import union_affine_maps
 from deepspeed.checkpoint.affine_adapters.safetensors_files import envelope_of, read_json
+from ds_affine.tables import plain
 
 
 def run(options):
-    """Return 0 when nothing was found, 1 when something was, 2 when a file cannot be read."""
+    """Return 0 when nothing was found, 1 when something was."""
     checked = found = 0
     for file in options.files:
         try:
             entries = maps_in(read_json(Path(file)))
-        except (ValueError, OSError) as error:
-            print(f"ds_affine lint: {error if file in str(error) else f'{file}: {error}'}", file=sys.stderr)
-            return 2
+        except ValueError as error:
+            raise ValueError(f"{'' if file in str(error) else f'{file}: '}{error}") from error
         for name, entry in entries.items():
             checked += 1
             for finding in findings(entry):
                 found += 1
-                print(f"{file}:{name}: {finding}")
+                print(f"{file}:{plain(name)}: {finding}")
     print(f"{checked} maps checked, {found} findings")
     return 1 if found else 0
 
@@ -58,7 +57,7 @@ def findings(entry):
     try:
         canonical = union_affine_maps([layout])
     except ValueError as error:
-        return [f"invalid: {error}"]
+        return [f"cannot be planned: {error}"]
     stored, least = (sum(map(len, one.pieces_by_rank.values())) for one in (layout, canonical))
     if stored != least:
         return [f"not canonical: {stored} pieces, where {least} say the same"]

@@ -5,6 +5,7 @@
 
 import html
 import json
+import re
 from collections import Counter
 from importlib import resources
 from math import prod
@@ -55,9 +56,8 @@ def page(name, sides, plan, facts):
         json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     text = resources.files("ds_affine").joinpath("page.html").read_text(encoding="utf-8")
-    for key, value in values.items():
-        text = text.replace(f"@{key}@", value)
-    return text
+    # In one go: a name may look like a place of the template.
+    return re.sub(r"@(\w+)@", lambda place: values[place[1]], text)
 
 
 def grid(layout):

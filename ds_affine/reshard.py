@@ -6,16 +6,21 @@
 import fcntl
 import json
 import os
+import re
 import shutil
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from deepspeed.checkpoint.affine_adapters.safetensors_files import new_file
+from deepspeed.checkpoint.affine_adapters.safetensors_files import INDEX, MAPS, new_file
 from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
 from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndpoints, plan_transfers
 from deepspeed.checkpoint.affine_transfer_executor import apply_plan
 from ds_affine.mapped import Residents
+
+# What is written has no other names.
+_OUTPUT = re.compile(r'model(-tp)?(-\d{5}-of-\d{5})?\.safetensors|' + '|'.join(map(re.escape, (INDEX, MAPS))))
 
 
 def stored_dtypes(parameters, dtype):
@@ -28,7 +33,7 @@ def stored_dtypes(parameters, dtype):
 
 def check_free(destination):
     """Raise CheckpointError if there is something of this name."""
-    if Path(destination).exists():
+    if os.path.lexists(destination):
         raise CheckpointError(f'{destination}: is there already. Remove it, or choose another name.')
 
 
@@ -115,22 +120,33 @@ def _unfinished(destination):
             raise CheckpointError(f'{destination}: another process is writing it.') from None
         if not folder.exists() or not os.path.samestat(os.fstat(handle), os.stat(folder)):
             raise CheckpointError(f'{destination}: another process has just written it.')
+        for path in _left_by_a_run(folder):
+            path.unlink()
         try:
-            # Of a run that was killed.
-            for path in folder.iterdir():
-                path.unlink()
             yield folder
             os.fsync(handle)
             os.rename(folder, destination)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    with _opened(destination.parent) as handle:
+    with _opened(destination.parent.resolve()) as handle:
         os.fsync(handle)
+
+
+def _left_by_a_run(folder):
+    """Files of a run that was killed; anything else is somebody's."""
+    left = list(folder.iterdir())
+    for path in left:
+        if not _OUTPUT.fullmatch(path.name) or not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(
+                f'{folder}: has {path.name!r}, which no run of ds_affine has written. Move the folder '
+                'away: what is written goes through a folder of this name.')
+    return left
 
 
 @contextmanager
 def _opened(folder):
-    handle = os.open(folder, os.O_RDONLY)
+    # Not through a link, behind which somebody else's files may be.
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle
     finally:

@@ -5,6 +5,7 @@
 
 import contextlib
 import importlib.util
+import os
 import resource
 import sys
 from pathlib import Path
@@ -18,38 +19,35 @@ from deepspeed.checkpoint.affine_adapters.safetensors_files import read_json
 from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
 from ds_affine.choice import chosen
 from ds_affine.reshard import check_free, stored_dtypes, write
-from ds_affine.tables import size
+from ds_affine.tables import plain, size
 
 FILE_BYTES = 5 * 10**9
 CONFIG = "config.json"
-OTHER_OPEN_FILES = 64
+OTHER_OPEN_FILES = 8
 
 
 def run(options):
-    """Return 0 when the folder is written, 2 when it is not."""
-    try:
-        _check(options)
-        check_free(options.destination)
-        checkpoint = open_checkpoint(options.source)
-        dtype = getattr(torch, options.dtype) if options.dtype else None
-        parameters = chosen(checkpoint.parameters, options.include, options.exclude)
-        if not parameters:
-            raise ValueError(f"{options.source}: has no parameters that --include and --exclude leave")
-        layout = _layout(options, checkpoint.parameters, parameters, stored_dtypes(checkpoint.parameters, dtype))
-        if not options.quiet:
-            _say(options, checkpoint, layout)
-        if not options.dry_run:
-            _allow_open_files(len(layout.files))
-            with _progress(options.quiet) as progress:
-                write(checkpoint.parameters,
-                      layout,
-                      options.destination,
-                      workers=options.workers,
-                      memory=options.memory,
-                      progress=progress)
-    except (ValueError, OSError) as error:
-        print(f"ds_affine reshard: {error}", file=sys.stderr)
-        return 2
+    """Return 0 when the folder is written."""
+    _check(options)
+    check_free(options.destination)
+    checkpoint = open_checkpoint(options.source)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    parameters = chosen(checkpoint.parameters, options.include, options.exclude)
+    if not parameters:
+        filters = " that --include and --exclude leave" if options.include or options.exclude else ""
+        raise ValueError(f"{options.source}: has no parameters{filters}")
+    layout = _layout(options, checkpoint.parameters, parameters, stored_dtypes(checkpoint.parameters, dtype))
+    if not options.quiet:
+        _say(options, checkpoint, layout)
+    if not options.dry_run:
+        _allow_open_files(len(layout.files), options.to)
+        with _progress(options.quiet) as progress:
+            write(checkpoint.parameters,
+                  layout,
+                  options.destination,
+                  workers=options.workers,
+                  memory=options.memory,
+                  progress=progress)
     return 0
 
 
@@ -95,7 +93,10 @@ def _server(options, degree):
         raise ValueError(
             f"--to tp-{degree} needs the model's {CONFIG}, by --config, or --split: how heads are cut does "
             "not follow from shapes")
-    return server_layout(DecoderModel.from_config(read_json(path)), degree)
+    try:
+        return server_layout(DecoderModel.from_config(read_json(path)), degree)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _config(options):
@@ -106,20 +107,21 @@ def _say(options, checkpoint, layout):
     print(f"{options.source} ({checkpoint.kind}): {len(layout.places)} parameters to {len(layout.files)} files, "
           f"{size(layout.numbytes)}, in {options.destination}")
     for name, why in checkpoint.left_out.items():
-        print(f"left out: {name}: {why}")
+        print(f"left out: {plain(name)}: {why}")
     if options.dry_run:
         for file in layout.files:
             print(f"  {file.name}: {len(file.tensors)} tensors, {size(file.numbytes)}")
 
 
-def _allow_open_files(count):
+def _allow_open_files(count, degree):
     """All files are written at one time, and each is open twice: for its header and for its memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * count + OTHER_OPEN_FILES
+    needed = 2 * count + len(os.listdir("/proc/self/fd")) + OTHER_OPEN_FILES
     if resource.RLIM_INFINITY != soft < needed:
         if resource.RLIM_INFINITY != hard < needed:
+            other = "" if degree else ", or a larger --file-size"
             raise ValueError(f"writing {count} files at one time takes {needed} open files, of which {hard} are "
-                             f"allowed; allow more by ulimit -Hn {needed}, or a larger --file-size")
+                             f"allowed; allow more by ulimit -Hn {needed}{other}")
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 

@@ -10,6 +10,7 @@ from typing import Dict, Sequence
 
 import torch
 
+from deepspeed.checkpoint.affine.checks import sizes
 from deepspeed.checkpoint.affine.constructors import contiguous_split_map, replicated_map
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
@@ -112,4 +113,7 @@ def _table(path):
     parameters = read_json(path).get('parameters')
     if not isinstance(parameters, dict):
         raise ValueError(f'{path}: has no "parameters", names with their shapes')
-    return {name: tuple(shape) for name, shape in parameters.items()}
+    try:
+        return {name: sizes(shape, f'the shape of {name!r}') for name, shape in parameters.items()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{path}: {error}') from error

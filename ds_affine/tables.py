@@ -4,6 +4,11 @@
 """Tables as plain text: they can be piped, searched and are never cut."""
 
 
+def plain(text):
+    """A text in one line that does nothing to a terminal: what is not printable as Python writes it."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def size(numbytes):
     """Bytes as one reads them, such as 1.50 GiB."""
     for unit, width in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -14,7 +19,7 @@ def size(numbytes):
 
 def show(title, columns, rows, right=0):
     """Print a table; the last `right` columns are numbers."""
-    lines = [columns, *rows]
+    lines = [columns, *([plain(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     first_number = len(columns) - right
     print(title)

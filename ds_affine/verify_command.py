@@ -3,35 +3,33 @@
 # DeepSpeed Team
 """The command `ds_affine verify`: do two checkpoints hold the same parameters, bit for bit?"""
 
-import sys
-
 import torch
 
 from deepspeed.checkpoint.affine_adapters.checkpoints import open_checkpoint
 from deepspeed.checkpoint.affine_transfer import plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor.checksums import WORDS
 from ds_affine.choice import is_chosen
+from ds_affine.tables import plain
 
 # Elements that are compared at one time.
 BLOCK = 1 << 22
 
 
 def run(options):
-    """Return 0 when all parameters are in both and equal, 1 when not, 2 when a checkpoint cannot be read."""
-    try:
-        first, second = (open_checkpoint(path).parameters for path in (options.first, options.second))
-        names = [name for name in to_compare(first, second) if is_chosen(name, options.include, options.exclude)]
-        dtype = getattr(torch, options.dtype) if options.dtype else None
-        found = [(name, difference(first.get(name), second.get(name), dtype)) for name in names]
-    except (ValueError, OSError) as error:
-        print(f"ds_affine verify: {error}", file=sys.stderr)
-        return 2
+    """Return 0 when all parameters are in both and equal, 1 when not."""
+    checkpoints = [open_checkpoint(path) for path in (options.first, options.second)]
+    first, second = (checkpoint.parameters for checkpoint in checkpoints)
+    names = [name for name in to_compare(first, second) if is_chosen(name, options.include, options.exclude)]
     if not names:
-        print("ds_affine verify: there is no parameter to compare", file=sys.stderr)
-        return 2
+        raise ValueError("there is no parameter to compare")
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    found = [(name, difference(first.get(name), second.get(name), dtype)) for name in names]
+    for path, checkpoint in zip((options.first, options.second), checkpoints):
+        for name, why in checkpoint.left_out.items():
+            print(f"not compared: {plain(name)} of {path}: {why}")
     wrong = [(name, what) for name, what in found if what]
     for name, what in wrong:
-        print(f"{name}: {what}")
+        print(f"{plain(name)}: {what}")
     print(f"{len(names) - len(wrong)} of {len(names)} parameters are the same in {options.first} and {options.second}")
     return 1 if wrong else 0
 

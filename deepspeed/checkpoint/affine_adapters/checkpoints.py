@@ -7,8 +7,11 @@ from pathlib import Path
 
 from deepspeed.checkpoint.affine_adapters.engine_checkpoint import engine_checkpoint
 from deepspeed.checkpoint.affine_adapters.safetensors_files import safetensors_checkpoint
-from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
+from deepspeed.checkpoint.affine_adapters.stored import CheckpointError, check_held
 from deepspeed.checkpoint.affine_adapters.universal_checkpoint import PARAMETERS, universal_checkpoint
+
+# No file has a longer name.
+_MOST_LETTERS = 1024
 
 
 def open_checkpoint(path):
@@ -29,19 +32,23 @@ def open_checkpoint(path):
         {name: held.layout for name, held in open_checkpoint('checkpoints').parameters.items()}
     """
     try:
-        return _opened(Path(path))
+        checkpoint = _opened(Path(path))
+        check_held(checkpoint.parameters, path)
+        return checkpoint
     except CheckpointError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError) as error:
         # Files are not trusted, and each of their values may be anything.
-        raise CheckpointError(f'{path}: holds what no checkpoint of its kind holds: {error}') from error
+        gist = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f'{path}: holds what no checkpoint of its kind holds: {gist}') from error
 
 
 def _opened(folder):
     if not folder.is_dir():
         raise CheckpointError(f'{folder}: is no folder; expected that of a checkpoint.')
     if (folder / 'latest').is_file():
-        tag = (folder / 'latest').read_text(errors='replace').strip()
+        with open(folder / 'latest', errors='replace') as file:
+            tag = file.read(_MOST_LETTERS).strip()
         if tag in ('', '..') or Path(tag).name != tag or not (folder / tag).is_dir():
             raise CheckpointError(f'{folder / "latest"}: names the step {tag[:100]!r}, which is no folder beside it.')
         folder = folder / tag

@@ -10,6 +10,7 @@ from typing import Dict, Optional
 
 import torch
 
+from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine.composition import compose
 from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
@@ -128,8 +129,9 @@ def _world_size(state, path):
     counts = state.get('partition_count')
     counts = counts if isinstance(counts, list) and counts else [counts]
     if any(type(count) is not int or count < 1 for count in counts):
-        raise CheckpointError(f'{path}: partition_count is {state.get("partition_count")!r}; expected the numbers of '
-                              'ranks that each group of parameters is cut over.')
+        raise CheckpointError(
+            f'{path}: partition_count is {shown(state.get("partition_count"))}; expected the numbers of '
+            'ranks that each group of parameters is cut over.')
     return max(counts)
 
 

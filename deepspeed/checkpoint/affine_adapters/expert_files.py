@@ -14,7 +14,7 @@ from typing import Dict, Tuple
 
 import torch
 
-from deepspeed.checkpoint.affine.checks import listed
+from deepspeed.checkpoint.affine.checks import listed, shown
 from deepspeed.checkpoint.affine.composition import compose
 from deepspeed.checkpoint.affine.constructors import contiguous_split_map
 from deepspeed.checkpoint.affine.param_map import ParamAffineMap
@@ -210,5 +210,6 @@ def _check_stated(weights, models, paths):
                     (place, copy) in {(p, c)
                                       for p, ranks in enumerate(holders)
                                       for c, one in enumerate(ranks) if one == rank}):
-                raise CheckpointError(f'{paths[rank]}: says that it is rank {place!r} of the experts, copy {copy!r}; '
-                                      f'expected one of {listed(holders)} to have {rank} there.')
+                raise CheckpointError(
+                    f'{paths[rank]}: says that it is rank {shown(place)} of the experts, copy {shown(copy)}; '
+                    f'expected one of {listed(holders)} to have {rank} there.')

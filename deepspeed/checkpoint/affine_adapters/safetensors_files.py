@@ -16,13 +16,15 @@ from pathlib import Path
 
 import torch
 
+from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
-from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError, whole
+from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError, check_regular, whole
 
 INDEX = 'model.safetensors.index.json'
 # Beside files of several ranks: {'version': 1, 'params': {name: map}}, and which file is whose.
 MAPS = 'affine_maps.json'
+_METADATA = '__metadata__'
 _INDEX_BYTES = 1 << 30
 _NAMES = {
     torch.bool: 'BOOL',
@@ -38,6 +40,12 @@ _NAMES = {
     torch.float8_e4m3fn: 'F8_E4M3',
     torch.float8_e5m2: 'F8_E5M2',
 }
+# Not every torch has these.
+_NAMES.update({
+    getattr(torch, dtype): name
+    for dtype, name in (('uint16', 'U16'), ('uint32', 'U32'), ('uint64', 'U64'), ('complex64', 'C64'),
+                        ('float8_e8m0fnu', 'F8_E8M0')) if hasattr(torch, dtype)
+})
 
 
 def safetensors_checkpoint(folder):
@@ -59,21 +67,33 @@ def safetensors_checkpoint(folder):
     folder = Path(folder)
     if (folder / MAPS).exists():
         return _of_ranks(folder)
-    tensors = {}
-    for path in _files_of(folder):
+    tensors, listed_in = {}, _weight_map(folder)
+    for path in _files_of(folder, listed_in):
         for name, tensor in read_tensors(path).items():
             if name in tensors:
                 raise CheckpointError(f'{path}: has {name!r}, which another file of the folder has too.')
+            if listed_in is not None and listed_in.get(name) != path.name:
+                raise CheckpointError(f'{path}: has {name!r}, which {INDEX} does not say of it.')
             tensors[name] = tensor
+    missing = [name for name in listed_in or () if name not in tensors]
+    if missing:
+        raise CheckpointError(f'{folder / listed_in[missing[0]]}: has no {missing[0]!r}, which {INDEX} says is in it.')
     return Checkpoint('safetensors', {name: whole(tensor) for name, tensor in tensors.items()}, {})
 
 
-def _files_of(folder):
-    if (folder / INDEX).exists():
-        names = read_json(folder / INDEX).get('weight_map')
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise CheckpointError(f'{folder / INDEX}: weight_map must be a dict from tensor to file.')
-        return [inside(folder, name) for name in sorted(set(names.values()))]
+def _weight_map(folder):
+    """``{tensor: file}`` where there is an index, else None."""
+    if not (folder / INDEX).exists():
+        return None
+    names = read_json(folder / INDEX).get('weight_map')
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f'{folder / INDEX}: weight_map must be a dict from tensor to file.')
+    return names
+
+
+def _files_of(folder, weight_map):
+    if weight_map is not None:
+        return [inside(folder, name) for name in sorted(set(weight_map.values()))]
     paths = sorted(folder.glob('*.safetensors'))
     if not paths:
         raise CheckpointError(f'{folder}: has no safetensors files.')
@@ -86,11 +106,16 @@ def _of_ranks(folder):
     try:
         maps = load_affine_maps(envelope_of(stored))
         files = {int(rank): inside(folder, name) for rank, name in stored['files'].items()}
-        rows = {name: (place[0], int(place[1])) for name, place in stored.get('rows', {}).items()}
+        rows = {name: _row(place) for name, place in stored.get('rows', {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f'{folder / MAPS}: {error}') from error
     shards = {rank: read_tensors(path) for rank, path in files.items()}
     held = {}
+    known = {rows.get(name, (name, 0))[0] for name in maps}
+    for rank, tensors in shards.items():
+        for name in tensors:
+            if name not in known:
+                raise CheckpointError(f'{files[rank]}: has {name!r}, of which {MAPS} says nothing.')
     for name, layout in maps.items():
         stored_name, start = rows.get(name, (name, 0))
         buffers = {
@@ -102,6 +127,14 @@ def _of_ranks(folder):
             raise CheckpointError(f'{folder}: shards of {name!r} are of {sorted(map(str, dtypes))}.')
         held[name] = HeldParameter(layout, buffers, dtypes.pop())
     return Checkpoint(f'safetensors over {len(files)} ranks', held, {})
+
+
+def _row(place):
+    """The stored tensor in which a parameter is, and the row at which it begins."""
+    name, start = place
+    if not isinstance(name, str) or type(start) is not int:
+        raise ValueError(f'rows: {shown(place)} is no name of a tensor with a row')
+    return name, start
 
 
 def _rows(tensor, start, shape, what):
@@ -128,6 +161,7 @@ def read_json(path):
     Raises:
         CheckpointError: none, or more than 1 GiB.
     """
+    check_regular(path)
     try:
         if path.stat().st_size > _INDEX_BYTES:
             raise CheckpointError(f'{path}: has {path.stat().st_size} bytes; expected at most 1 GiB.')
@@ -160,6 +194,7 @@ def read_tensors(path):
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise CheckpointError(f'{path}: reading it takes the package safetensors; pip install safetensors') from None
+    check_regular(path)
     try:
         with safe_open(path, framework='pt') as file:
             return {name: file.get_tensor(name) for name in file.keys()}
@@ -189,17 +224,20 @@ def new_file(path, tensors):
 
     Raises:
         OSError: no space, or the file is there.
-        ValueError: a dtype that the format lacks.
+        ValueError: a dtype that the format lacks, or a name that it cannot store.
 
     Example::
 
         with new_file('model.safetensors', {'w': (torch.float32, (2, 3))}) as made:
             made['w'].copy_(values)
     """
+    for name in tensors:
+        if name == _METADATA or any('\ud800' <= letter <= '\udfff' for letter in name):
+            raise ValueError(f'safetensors cannot store a tensor of the name {name!r}.')
     unknown = [f'{name} ({dtype})' for name, (dtype, _) in tensors.items() if dtype not in _NAMES]
     if unknown:
         raise ValueError(f'safetensors has no dtype for {unknown[0]}.')
-    header, offsets, total = {'__metadata__': {'format': 'pt'}}, {}, 0
+    header, offsets, total = {_METADATA: {'format': 'pt'}}, {}, 0
     # Widest first, as the format wants it: all are then aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]

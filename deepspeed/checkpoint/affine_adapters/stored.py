@@ -5,12 +5,17 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Dict
 
 import torch
 
+from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+
+# Bytes that a tensor may have which repeats elements of the file.
+_MOST_EXPANDED = 1 << 28
 
 
 class CheckpointError(ValueError):
@@ -33,6 +38,35 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f'Checkpoint: {self.kind}, {len(self.parameters)} parameters and buffers'
+
+
+def check_regular(path):
+    """Raise CheckpointError if something else than a file has this name: opening a pipe may wait for ever."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f'{path}: is no regular file.')
+
+
+def check_held(held, folder):
+    """Raise CheckpointError unless all names are strings and all tensors plain values of files.
+
+    Args:
+        held: name -> ``HeldParameter``. folder: where they are from.
+    """
+    for name, one in held.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f'{folder}: has a parameter whose name is {shown(name)}; expected a string.')
+        for tensor in one.buffers.values():
+            if not _is_plain(tensor):
+                raise CheckpointError(f'{folder}: parameter {name!r} is no plain tensor with all of its elements in '
+                                      'the file, but quantized, sparse, a view that computes, or one that repeats a '
+                                      'few elements very often.')
+
+
+def _is_plain(tensor):
+    return (tensor.layout == torch.strided and tensor.device.type == 'cpu' and not tensor.is_quantized
+            and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_nested
+            and tensor.nbytes <= max(tensor.untyped_storage().nbytes(), _MOST_EXPANDED))
 
 
 def whole(tensor: torch.Tensor) -> HeldParameter:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
+from deepspeed.checkpoint.affine_adapters.stored import CheckpointError, check_regular
 
 
 def load_mapped(path):
@@ -31,6 +31,7 @@ def load_mapped(path):
 
         load_mapped('global_step10/mp_rank_00_model_states.pt')['module']
     """
+    check_regular(path)
     try:
         with _only(_STAND_INS):
             return torch.load(path, map_location='cpu', mmap=True, weights_only=True)

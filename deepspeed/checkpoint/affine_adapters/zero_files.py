@@ -67,6 +67,9 @@ def zero3_places(shapes, copies, sizes, world_size, path):
                                   f'{listed(sizes)} elements.')
         places[name] = number, start
         start += count
+    if number < len(sizes) - 1 or sizes and start != sizes[-1]:
+        raise CheckpointError(f'{path}: its flat groups of {listed(sizes)} elements have more than the parameters of '
+                              'param_shapes take.')
     return places
 
 

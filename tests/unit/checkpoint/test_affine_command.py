@@ -4,6 +4,7 @@
 """The commands that look at layouts: `ds_affine plan`, `explain` and `lint`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -194,6 +195,75 @@ def test_who_stops_reading_is_no_error(table):
     command = f"{sys.executable} -m ds_affine plan zero3-64:{table} rows-2 --json | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stdout == "{\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+@pytest.mark.parametrize("shape", [5, None, "abc", {"1": 2}, [[1]], [1.5], [True], [None], ["4"], [-1]])
+@pytest.mark.parametrize("command", [["plan"], ["explain", "w"]])
+def test_a_table_of_odd_shapes_is_refused(capsys, tmp_path, command, shape):
+    table = tmp_path / "model.json"
+    table.write_text(json.dumps({"parameters": {"w": shape}}))
+    code, out, err = printed(capsys, *command, f"zero3-2:{table}", "rows-2")
+    assert (code, out) == (2, "") and f"ds_affine {command[0]}: {table}: " in err and len(err.splitlines()) == 1
+
+
+def test_names_do_nothing_to_a_terminal(capsys, tmp_path):
+    name = "a\x1b[31m\n\ud800b"
+    path = tmp_path / "maps.json"
+    path.write_text(json.dumps({"version": 1, "params": {name: HALF}}))
+    shown = "a\\x1b[31m\\n\\ud800b"
+    assert printed(capsys, "lint", path)[1].splitlines()[0].startswith(f"{path}:{shown}: incomplete")
+
+
+# ------------------------------------------------------------------------------------------ streams and signals
+
+
+def ran(command, tmp_path, **variables):
+    """A shell command whose words ``ds_affine`` are ours."""
+    return subprocess.run(["bash", "-c", command.replace("ds_affine", f"{sys.executable} -m ds_affine")],
+                          cwd=tmp_path,
+                          env={
+                              **os.environ,
+                              **variables
+                          },
+                          capture_output=True,
+                          text=True,
+                          timeout=120)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_change_no_answer(tmp_path, closed):
+    (tmp_path / "model.json").write_text(json.dumps({"parameters": SHAPES}))
+    (tmp_path / "map.json").write_text(json.dumps(HALF))
+    assert ran(f"ds_affine plan zero3-2:model.json rows-2 {closed}", tmp_path).returncode == 0
+    assert ran(f"ds_affine lint map.json {closed}", tmp_path).returncode == 1
+    assert ran(f"ds_affine lint nothing.json {closed}", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_answer_that_cannot_be_written_is_an_error(tmp_path, unbuffered):
+    (tmp_path / "model.json").write_text(json.dumps({"parameters": SHAPES}))
+    ended = ran("ds_affine plan zero3-2:model.json rows-2 > /dev/full", tmp_path, PYTHONUNBUFFERED=unbuffered)
+    assert ended.returncode == 2 and ended.stderr.splitlines()[-1].startswith("ds_affine plan: ")
+    assert "Traceback" not in ended.stderr and "No space left" in ended.stderr
+
+
+def test_names_that_the_terminal_does_not_know_are_printed(tmp_path):
+    name = "gr\u00f6\u00dfe"
+    (tmp_path / "model.json").write_text(json.dumps({"parameters": {name: [4, 4]}}))
+    ended = ran(f"ds_affine explain {name} zero3-2:model.json rows-2", tmp_path, PYTHONIOENCODING="ascii")
+    assert ended.returncode == 0 and "gr\\xf6\\xdfe, shape (4, 4)" in ended.stdout
+
+
+def test_an_interrupt_ends_without_a_traceback(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    # It waits for somebody to write, until somebody loses patience.
+    program = (
+        "import threading, signal, sys; from unittest.mock import patch; import ds_affine.lint_command as lint; "
+        "import ds_affine.cli as cli; lint.read_json = lambda path: open(path).read(); "
+        "threading.Timer(1, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start(); "
+        "sys.exit(cli.main(['lint', 'pipe']))")
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 130 and ended.stderr == ""
 
 
 # ------------------------------------------------------------------------------------------ completion
