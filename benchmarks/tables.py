@@ -41,7 +41,7 @@ class Requirement:
 
     @property
     def bound(self):
-        return f'>= {self.least:,}' if self.most is None else f'<= {self.most:,}'
+        return f'<= {self.most:,}' if self.least is None else f'>= {self.least:,}'
 
     @property
     def shown(self):
@@ -92,20 +92,8 @@ class Table:
         self.rows.append(cells)
 
     def show(self, title):
-        """Print the table, with rich where it is installed."""
-        try:
-            from rich.console import Console
-            from rich.table import Table as RichTable
-        except ImportError:
-            print(title, self._plain(), sep='\n')
-            return
-        table = RichTable(title=title)
-        for position, name in enumerate(self.columns):
-            table.add_column(name, justify='left' if position < self.left else 'right', no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        # A table in a file or a pipe has no width of its own; nothing may be cut off there.
-        Console(width=None if sys.stdout.isatty() else 240).print(table)
+        """Print the table."""
+        print(title, self._plain(), sep='\n', end='\n\n')
 
     def markdown(self):
         """The table in the Markdown of GitHub and MyST."""

@@ -25,7 +25,22 @@ def main(arguments=None):
     well, 1 when the answer is no, 2 when the question cannot be answered, as a shell counts it when interrupted."""
     with contextlib.ExitStack() as closing:
         _have_streams(closing)
-        return _run(build_parser().parse_args(arguments))
+        options = build_parser().parse_args(arguments)
+        try:
+            code = _run(options)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # Who reads the output has seen enough, as `head` does.
+            code = 141
+        except KeyboardInterrupt:
+            code = 130
+        except (ValueError, OSError) as error:
+            code = _refuse(options, error)
+        except MemoryError:
+            code = _refuse(options, "it takes more memory than there is")
+        _forget_output()
+        return code
 
 
 def _have_streams(closing):
@@ -41,34 +56,25 @@ def _have_streams(closing):
 def _run(options):
     if options.needs_library and (found := hiding_deepspeed()) is not None:
         print(HIDDEN.format(found=found), file=sys.stderr)
-        return 1
-    try:
-        # DeepSpeed says things on the standard output of whoever imports it, which is for answers here.
-        with contextlib.redirect_stdout(sys.stderr):
-            module = importlib.import_module(options.module)
-        code = module.run(options)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError, MemoryError) as error:
-        if not isinstance(error, BrokenPipeError):
-            what = "it takes more memory than there is" if isinstance(error, MemoryError) else error
-            print(f"ds_affine {options.command}: {what}", file=sys.stderr)
-            _forget_output()
-            return 2
-        # Who reads the output has seen enough, as `head` does.
-        _forget_output()
-        return 141
+        return 2
+    # DeepSpeed says things on the standard output of whoever imports it, which is for answers here.
+    with contextlib.redirect_stdout(sys.stderr):
+        module = importlib.import_module(options.module)
+    return module.run(options)
+
+
+def _refuse(options, why):
+    print(f"ds_affine {options.command}: {why}", file=sys.stderr)
+    return 2
 
 
 def _forget_output():
-    """Have nothing more written: what could not be would be tried again when Python ends, and be said again."""
-    with contextlib.suppress(OSError, ValueError):
+    """Have nothing more written that could not be: Python would try again when it ends, and say so again."""
+    try:
         sys.stdout.flush()
-        return
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def hiding_deepspeed():
@@ -108,7 +114,7 @@ def _add_demo(subcommands):
         "Start 2 trainers and 2 rollouts on this machine, make one optimizer step on a small model held in\n"
         "ZeRO-3 partitions, move every parameter into tensor-parallel shards and compare each shard bit for bit.")
     parser.add_argument("--timeout",
-                        type=_positive_seconds,
+                        type=_seconds,
                         default=300.0,
                         metavar="SECONDS",
                         help="give up when the processes have not finished by then (default: %(default)s)")
@@ -117,10 +123,10 @@ def _add_demo(subcommands):
 def _add_reshard(subcommands):
     parser = _add(
         subcommands, "reshard", "write a checkpoint in another layout",
-        "Read a checkpoint (of a DeepSpeed engine with ZeRO-1, 2, 3, AutoTP or both; universal; safetensors) and\n"
-        "write it as one Hugging Face safetensors folder, or as tensor-parallel shards. Tensors go from mapped file\n"
-        "to mapped file, so memory does not grow with the model. DST gets its name when all of it is on disk.",
-        "  ds_affine reshard checkpoints hf_model --to hf --dtype bfloat16\n"
+        "Read a checkpoint (of a DeepSpeed engine with ZeRO-1, 2, 3 or none, with AutoTP, AutoEP or neither;\n"
+        "universal; safetensors) and write it as one Hugging Face safetensors folder, or as tensor-parallel\n"
+        "shards. Tensors go from mapped file to mapped file, so memory does not grow with the model. DST gets its\n"
+        "name when all of it is on disk.", "  ds_affine reshard checkpoints hf_model --to hf --dtype bfloat16\n"
         "  ds_affine reshard checkpoints shards --to tp-4 --config Llama-3-8B/config.json --fused\n"
         "  ds_affine reshard checkpoints shards --to tp-2 --split '_proj_in=0' --split '_proj_out=1'")
     parser.add_argument("source", metavar="SRC", help="folder of the checkpoint")
@@ -159,8 +165,9 @@ def _add_reshard(subcommands):
         "--memory",
         type=_bytes,
         metavar="SIZE",
-        help="most bytes of the files that may be in this process' memory, besides the parameters being "
-        "copied (default: as the kernel sees fit, which takes them back when it needs memory)")
+        help="about how many bytes of the files may be in this process' memory, besides the parameters "
+        "being copied; of SRC only where you own its files or may write them (default: as the kernel "
+        "sees fit, which takes them back when it needs memory)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
 
@@ -177,7 +184,8 @@ def _add_inspect(subcommands):
 def _add_verify(subcommands):
     parser = _add(
         subcommands, "verify", "compare two checkpoints in different layouts",
-        "Say whether two checkpoints hold the same parameters, bit for bit. Exit code 0: they do, 1: they do not.",
+        "Say whether two checkpoints hold the same parameters, bit for bit.\n"
+        "Exit code 0: they do, 1: they do not, 2: one cannot be read.",
         "  ds_affine verify checkpoints hf_model\n  ds_affine verify checkpoints hf_model --dtype bfloat16")
     parser.add_argument("first", metavar="A", help="folder of a checkpoint")
     parser.add_argument("second", metavar="B", help="folder of another one")
@@ -266,8 +274,11 @@ def _add_filters(parser):
                             help=f"{what}; may be given again")
 
 
-def _positive_seconds(text):
-    seconds = float(text)
+def _seconds(text):
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return seconds
@@ -294,7 +305,7 @@ def _bytes(text):
 
 
 def _split(text):
-    pattern, separator, axis = text.rpartition("=")
+    pattern, _, axis = text.rpartition("=")
     try:
         return re.compile(pattern), int(axis)
     except (re.error, ValueError) as error:

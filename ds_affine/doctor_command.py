@@ -8,7 +8,6 @@ It must start where this library's packages are hidden, so it imports none of th
 
 import importlib.metadata
 import importlib.util
-import pathlib
 import platform
 
 from ds_affine.cli import HIDDEN, hiding_deepspeed
@@ -52,6 +51,8 @@ def _missing():
     for name in ("torch", "numpy"):
         if importlib.util.find_spec(name) is None:
             yield f"{name} is missing; pip install {name}"
+    if importlib.util.find_spec("deepspeed") is None:
+        yield "this library's packages are missing; pip install deepspeed-affine"
 
 
 def _hidden():
@@ -61,16 +62,14 @@ def _hidden():
 
 
 def _say_modules():
-    """Where `deepspeed.checkpoint.affine` comes from: a package wins over a module of its name beside it."""
-    for folder in importlib.util.find_spec("deepspeed").submodule_search_locations:
-        package = pathlib.Path(folder) / "checkpoint" / "affine"
-        if package.is_dir():
-            print(f"deepspeed.checkpoint.affine: {package}, this library's")
-            own = package.with_suffix(".py")
-            if own.is_file():
-                print(f"  DeepSpeed's own, not in use: {own}")
-    print("  Beside a DeepSpeed newer than those tested its own module is used, with a warning; "
-          "DEEPSPEED_AFFINE=ours overrules that.")
+    """Whose classes `deepspeed.checkpoint.affine` hands out: beside a newer DeepSpeed they are DeepSpeed's."""
+    from deepspeed.checkpoint import affine
+    ours = affine.ParamAffineMap.__module__.startswith("deepspeed.checkpoint.affine.")
+    print(f"deepspeed.checkpoint.affine: {affine.__file__}, {'this library' if ours else 'DeepSpeed'}'s")
+    if not ours:
+        print(
+            "  This DeepSpeed is newer than those tested, so its own module is used; DEEPSPEED_AFFINE=ours overrules "
+            "that.")
 
 
 def _say_backends():

@@ -5,15 +5,16 @@
 
 import os
 from difflib import get_close_matches
+from itertools import islice
 from math import prod
 from pathlib import Path
 from uuid import uuid4
 
 import torch
 
+from ds_affine.facts import facts_of
 from ds_affine.figure import check_figure, rendered
 from ds_affine.page import holders, page
-from ds_affine.plan_command import facts_of
 from ds_affine.sides import read_sides
 from ds_affine.tables import plain, show, size
 
@@ -38,9 +39,11 @@ def run(options):
         return 0
     print(f"{plain(name)}, shape {sides.target[name].logical_shape}")
     for side, layout in (("source", sides.source[name]), ("target", sides.target[name])):
-        _show(f"\n{side}: elements of the parameter, and who has them", PIECES, piece_rows(layout))
+        _show(f"\n{side}: elements of the parameter, and who has them", PIECES, piece_rows(layout),
+              sum(map(len, layout.pieces_by_rank.values())))
+    segments = plan[name].segments
     _show("\ncopies: from which holder each target takes its elements", COPIES,
-          copy_rows(plan[name], sides.source[name], plan.endpoints, sides.dtype))
+          copy_rows(segments, sides.source[name], plan.endpoints, sides.dtype), len(segments))
     return 0
 
 
@@ -52,11 +55,14 @@ def _write(options, sides, plan):
         content = rendered(options.figure, options.name, sides, plan, facts, (options.source, options.target))
         _write_whole(Path(options.figure), content)
     if options.html:
-        Path(options.html).write_text(html, encoding="utf-8")
+        _write_whole(Path(options.html), html.encode(errors="backslashreplace"))
 
 
 def _write_whole(path, content):
-    """Write a file that appears whole or not at all."""
+    """Write a file that appears whole or not at all; what is no file, such as /dev/stdout, as it is."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     beside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:
         with open(beside, "xb") as file:
@@ -68,32 +74,32 @@ def _write_whole(path, content):
         beside.unlink(missing_ok=True)
 
 
-def _show(title, columns, rows):
-    show(title, columns, rows[:MOST_ROWS])
-    if len(rows) > MOST_ROWS:
-        print(f"... and {len(rows) - MOST_ROWS:,} more")
+def _show(title, columns, rows, count):
+    """Some of `count` rows; others are not made."""
+    show(title, columns, list(islice(rows, MOST_ROWS)))
+    if count > MOST_ROWS:
+        print(f"... and {count - MOST_ROWS:,} more")
 
 
 def piece_rows(layout):
     """One row for each piece of a map: its shape, and its first element and strides in the whole parameter."""
-    return [(str(location), str(piece.shape), str(piece.source_offset), str(piece.source_strides),
-             holders(piece.locations)) for location in layout.shard_shapes
-            for piece in layout.pieces_by_rank.get(location, ())]
+    for location in layout.shard_shapes:
+        for piece in layout.pieces_by_rank.get(location, ()):
+            yield (str(location), str(piece.shape), str(piece.source_offset), str(piece.source_strides),
+                   holders(piece.locations))
 
 
-def copy_rows(plan, source, endpoints, dtype):
+def copy_rows(segments, source, endpoints, dtype):
     """One row for each segment of a plan, with the locations that hold its first element too."""
-    rows = []
-    for segment in plan.segments:
+    for segment in segments:
         held = next(
             (piece.locations
              for piece in source.pieces_by_rank[segment.source_rank] if has_address(piece, segment.source_offset)),
             {segment.source_rank})
         sender, receiver = endpoints.source[segment.source_rank], endpoints.target[segment.target_rank]
-        rows.append((str(segment.source_rank), str(segment.source_offset), str(segment.target_rank),
-                     str(segment.target_offset), str(segment.shape), size(prod(segment.shape) * dtype.itemsize),
-                     f"{sender} to {receiver}", holders(held), _why(held, sender == receiver)))
-    return rows
+        yield (str(segment.source_rank), str(segment.source_offset), str(segment.target_rank),
+               str(segment.target_offset), str(segment.shape), size(prod(segment.shape) * dtype.itemsize),
+               f"{sender} to {receiver}", holders(held), _why(held, sender == receiver))
 
 
 def _why(held, is_local):

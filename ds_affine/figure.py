@@ -87,17 +87,17 @@ def draw(name, sides, plan, facts, layouts):
 def title(name, sides, plan, facts, layouts):
     """What the figure is about, in a few lines without control characters."""
     own, dtype = plan[name], sides.dtype
-    source, target = (plain(_short(layout)) for layout in layouts)
+    source, target = (shortened(_short(layout)) for layout in layouts)
     lines = [
         f"shape {sides.target[name].logical_shape}, {str(dtype).removeprefix('torch.')}, {source} to {target}",
         f"this parameter: {own.moved_elements * dtype.itemsize:,} bytes written, copies: {len(own.segments):,}",
         f"all parameters ({facts['parameters']:,}): {facts['sent_bytes']:,} bytes between processes, "
         f"{facts['local_bytes']:,} within"
     ]
-    return "\n".join(part for line in (plain(name), *lines) for part in _lines(line))
+    return "\n".join(part for line in (shortened(name), *lines) for part in _lines(line))
 
 
-def plain(text):
+def shortened(text):
     """A text in one line: what no font can draw and no XML may hold, such as a line break, as Python writes it. Very
     long ones lose their middle."""
     text = tables.plain(text)

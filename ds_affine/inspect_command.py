@@ -57,7 +57,9 @@ def words(held):
         return f"tied to {held.tied_to}"
     layout = held.layout
     shards = {location: prod(shape) for location, shape in layout.shard_shapes.items()}
-    holders = [location for location, size in shards.items() if size]
+    holders = [location for location, numel in shards.items() if numel]
+    if not holders:
+        return "empty"
     if all(shards[location] == layout.numel for location in holders):
         return "whole" if len(holders) == 1 else f"whole on {len(holders)}"
     if (axis := _split_axis(layout, holders)) is not None:

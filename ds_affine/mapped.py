@@ -13,8 +13,10 @@ _MADV_PAGEOUT = 21
 
 
 class Residents:
-    """Tensors in mapped files that may be in memory, together at most so many bytes. For several threads: whoever goes
+    """Tensors in mapped files that may be in memory, together about so many bytes. For several threads: whoever goes
     beyond the limit makes the others wait until memory is free.
+
+    The kernel takes back pages only of files that the process owns or may write.
 
     Args:
         limit: bytes; None for as many as the kernel leaves there.
@@ -45,10 +47,10 @@ class Residents:
 def _page_out(tensor):
     """Give memory back. What was written is written to the file first, and what is looked at again is read again, so
     this is harmless for memory that is in no file, too."""
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end <= begin:
+    if not tensor.nbytes:
         return
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     library = ctypes.CDLL(None, use_errno=True)
     if library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_PAGEOUT):
         error = ctypes.get_errno()

@@ -51,7 +51,7 @@ def page(name, sides, plan, facts):
                [_copy(one) for one in own.segments[:MOST_ROWS]]),
         "more_copies":
         _more(len(own.segments), MOST_ROWS),
-        # Nothing in a name can end the script that it is in.
+        # Numbers now; a name that were among them could not end the script.
         "data":
         json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }

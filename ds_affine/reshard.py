@@ -32,9 +32,9 @@ def stored_dtypes(parameters, dtype):
 
 
 def check_free(destination):
-    """Raise CheckpointError if there is something of this name."""
+    """Raise FileExistsError if there is something of this name."""
     if os.path.lexists(destination):
-        raise CheckpointError(f'{destination}: is there already. Remove it, or choose another name.')
+        raise FileExistsError(f'{destination}: is there already. Remove it, or choose another name.')
 
 
 def write(parameters, layout, destination, *, workers=1, memory=None, progress=None):
@@ -52,8 +52,8 @@ def write(parameters, layout, destination, *, workers=1, memory=None, progress=N
         progress: called with bytes done and bytes in all.
 
     Raises:
-        CheckpointError: the folder is there, or another run is writing it.
-        OSError: no space, or a kernel that cannot bound ``memory``.
+        CheckpointError: another run is writing the folder.
+        OSError: it is there, no space, or a kernel that cannot bound ``memory``.
     """
     destination = Path(destination)
     plan = _plan(parameters, layout)
@@ -119,15 +119,17 @@ def _unfinished(destination):
         except BlockingIOError:
             raise CheckpointError(f'{destination}: another process is writing it.') from None
         if not folder.exists() or not os.path.samestat(os.fstat(handle), os.stat(folder)):
-            raise CheckpointError(f'{destination}: another process has just written it.')
+            raise CheckpointError(f'{destination}: another process has just ended writing it. Look, or run again.')
+        check_free(destination)
         for path in _left_by_a_run(folder):
             path.unlink()
         try:
             yield folder
             os.fsync(handle)
             os.rename(folder, destination)
-        finally:
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
+            raise
     with _opened(destination.parent.resolve()) as handle:
         os.fsync(handle)
 

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.affine_adapters.disk_layouts import (Place, rank_layou
                                                                whole_layout)
 from deepspeed.checkpoint.affine_adapters.safetensors_files import read_json
 from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
-from ds_affine.choice import chosen
+from ds_affine.choice import chosen, is_chosen
 from ds_affine.reshard import check_free, stored_dtypes, write
 from ds_affine.tables import plain, size
 
@@ -32,13 +32,9 @@ def run(options):
     check_free(options.destination)
     checkpoint = open_checkpoint(options.source)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    parameters = chosen(checkpoint.parameters, options.include, options.exclude)
-    if not parameters:
-        filters = " that --include and --exclude leave" if options.include or options.exclude else ""
-        raise ValueError(f"{options.source}: has no parameters{filters}")
-    layout = _layout(options, checkpoint.parameters, parameters, stored_dtypes(checkpoint.parameters, dtype))
+    layout, unknown = _layout(options, checkpoint.parameters, stored_dtypes(checkpoint.parameters, dtype))
     if not options.quiet:
-        _say(options, checkpoint, layout)
+        _say(options, checkpoint, layout, {**checkpoint.left_out, **unknown})
     if not options.dry_run:
         _allow_open_files(len(layout.files), options.to)
         with _progress(options.quiet) as progress:
@@ -52,61 +48,73 @@ def run(options):
 
 
 def _check(options):
-    """Raise ValueError for options that say nothing beside one another."""
-    given = {name for name in ("fused", "config", "split", "file_size") if getattr(options, name)}
-    useless = given & {"fused", "config", "split"} if options.to is None else given & {"file_size"}
+    """Raise ValueError for options that mean nothing beside one another."""
     beside = "--to hf" if options.to is None else f"--to tp-{options.to}"
-    if options.split and options.to is not None:
-        useless |= given & {"fused", "config"}
-        beside = "--split" if useless != {"file_size"} else beside
-    if useless:
-        raise ValueError(f"--{min(useless).replace('_', '-')} means nothing beside {beside}")
-
-
-def _layout(options, held, parameters, dtypes):
-    shapes = {name: one.layout.logical_shape for name, one in parameters.items()}
-    degree = options.to
-    if degree is None:
-        return whole_layout(shapes, dtypes, options.file_size or FILE_BYTES)
-    if options.split:
-        return split_layout(shapes, dtypes, degree, options.split)
-    server = _server(options, degree)
-    missing = [name for name in server.parts if name not in held]
-    if missing:
-        raise ValueError(f"{options.source}: has no {missing[0]!r}, which a model of this configuration has")
-    for name, part in server.parts.items():
-        if name in shapes and tuple(part.target_map.logical_shape) != shapes[name]:
-            raise ValueError(
-                f"{options.source}: {name!r} has shape {shapes[name]}, but {_config(options)} describes a "
-                f"model where it has {tuple(part.target_map.logical_shape)}")
+    useless = {beside: ("fused", "config", "split") if options.to is None else ("file_size", )}
+    if options.to is not None and options.split:
+        useless["--split"] = ("fused", "config")
+    for beside, names in useless.items():
+        for name in names:
+            if getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')} means nothing beside {beside}")
     if options.fused and (options.include or options.exclude):
         raise ValueError("--fused stores a whole model; leave out --include and --exclude")
+
+
+def _layout(options, held, dtypes):
+    """The layout, and names that it leaves out although they were chosen -> why."""
+    parameters = chosen(held, options.include, options.exclude)
+    if not parameters:
+        filters = " that --include and --exclude leave" if options.include or options.exclude else ""
+        raise ValueError(f"{options.source}: has no parameters{filters}")
+    shapes = {name: one.layout.logical_shape for name, one in parameters.items()}
+    if options.to is None:
+        return whole_layout(shapes, dtypes, options.file_size or FILE_BYTES), {}
+    if options.split:
+        return split_layout(shapes, dtypes, options.to, options.split), {}
+    server = _server(options, held)
+    unknown = {name: f"a model of {_config(options)} has no such parameter" for name in parameters
+               if name not in server.parts}  # yapf: disable
     if options.fused:
-        return server_disk_layout(server, degree, dtypes)
-    places = {name: Place(part.target_map, name) for name, part in server.parts.items() if name in parameters}
-    return rank_layout(places, dtypes, degree)
+        return server_disk_layout(server, options.to, dtypes), unknown
+    # A head that is tied here may be one of its own there.
+    places = {name: Place(part.target_map, name) for name, part in server.parts.items()
+              if is_chosen(name, options.include, options.exclude)}  # yapf: disable
+    if not places:
+        raise ValueError(f"{options.source}: has no parameters of a model of {_config(options)} that --include and "
+                         "--exclude leave")
+    return rank_layout(places, dtypes, options.to), unknown
 
 
-def _server(options, degree):
+def _server(options, held):
     path = _config(options)
     if not path.is_file():
         raise ValueError(
-            f"--to tp-{degree} needs the model's {CONFIG}, by --config, or --split: how heads are cut does "
-            "not follow from shapes")
+            f"--to tp-{options.to} needs the model's {CONFIG}, by --config, or --split: how heads are cut "
+            "does not follow from shapes")
     try:
-        return server_layout(DecoderModel.from_config(read_json(path)), degree)
+        server = server_layout(DecoderModel.from_config(read_json(path)), options.to)
     except TypeError as error:
         raise ValueError(f"{path}: {error}") from error
+    for name, part in server.parts.items():
+        if name not in held:
+            raise ValueError(f"{options.source}: has no {name!r}, which a model of {path} has")
+        found, needed = held[name].layout.logical_shape, tuple(part.target_map.logical_shape)
+        if found != needed:
+            raise ValueError(
+                f"{options.source}: {name!r} has shape {found}, but {path} describes a model where it has "
+                f"{needed}")
+    return server
 
 
 def _config(options):
     return Path(options.config or Path(options.source, CONFIG))
 
 
-def _say(options, checkpoint, layout):
+def _say(options, checkpoint, layout, left_out):
     print(f"{options.source} ({checkpoint.kind}): {len(layout.places)} parameters to {len(layout.files)} files, "
           f"{size(layout.numbytes)}, in {options.destination}")
-    for name, why in checkpoint.left_out.items():
+    for name, why in left_out.items():
         print(f"left out: {plain(name)}: {why}")
     if options.dry_run:
         for file in layout.files:

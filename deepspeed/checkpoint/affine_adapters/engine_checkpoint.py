@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Dict, Optional
 
-import torch
-
 from deepspeed.checkpoint.affine.checks import shown
 from deepspeed.checkpoint.affine.composition import compose
 from deepspeed.checkpoint.affine.constructors import replicated_map
 from deepspeed.checkpoint.affine.envelope import load_affine_maps
 from deepspeed.checkpoint.affine_adapters.expert_files import (check_experts, expert_weights, flat_experts,
-                                                               single_experts, trained_shapes, zero3_experts)
+                                                               single_experts, zero3_experts)
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
-from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
+from deepspeed.checkpoint.affine_adapters.module_states import (begins_as, buffers_of, first_of, frozen_of, left_out,
+                                                                trained_shapes, with_whole)
 from deepspeed.checkpoint.affine_adapters.rank_files import RankFiles, rank_files
 from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError
 from deepspeed.checkpoint.affine_adapters.zero_files import flat_trained, zero3_trained
@@ -73,38 +72,45 @@ class _Shard:
 
 
 def _read_shard(files: RankFiles, rank):
-    model, path = files.load('model', rank, 0), files.path('model', rank, 0)
-    module = model.get('module') or {}
+    model, path = files.model_states(rank, 0), files.model_path(rank, 0)
     if not files.has_optimizer:
         experts = single_experts(_experts(files, model, 1, path), files)
-        return _Shard('without ZeRO', 1, with_whole(model, experts, module), {}, model)
-    first = files.load('optim', rank, 0)
-    world_size = _world_size(first, files.path('optim', rank, 0))
+        return _Shard('without ZeRO', 1, with_whole(model, experts, model.get('module') or {}), {}, model)
+    first = files.optimizer_states(rank, 0)
+    world_size = _world_size(first, files.optimizer_path(rank, 0))
+    ranks = range(world_size)
+    states = [first] + [files.optimizer_states(rank, data_rank) for data_rank in ranks[1:]]
+    paths = [files.optimizer_path(rank, data_rank) for data_rank in ranks]
     experts = _experts(files, model, world_size, path)
-    states = [first] + [files.load('optim', rank, data_rank) for data_rank in range(1, world_size)]
-    paths = [files.path('optim', rank, data_rank) for data_rank in range(world_size)]
-    shapes = trained_shapes(model)
     # DeepSpeed's optimizer for bfloat16, which is a ZeRO-1, does not say so.
     stage = int(getattr(first.get('zero_stage'), 'value', first.get('zero_stage')) or 1)
-    kind = f'ZeRO-{stage} over {world_size}' + (f', experts over {len(_any(experts).holders)}' if experts else '')
+    kind = f'ZeRO-{stage} over {world_size}'
+    if experts:
+        kind += f', experts over {len(next(iter(experts.values())).holders)}'
     if stage != 3:
-        trained = flat_trained({name: shape for name, shape in shapes.items() if name not in experts}, states, paths)
-        _check_places(trained, module, path)
-        single, placed = single_experts(experts, files), flat_experts(experts, states, paths)
-        check_experts(placed, single, experts, path)
-        held = with_whole(model, {**trained, **single, **placed}, module)
-        return _Shard(kind, world_size, held, {}, model)
-    models = [model] + [files.load('model', rank, data_rank) for data_rank in range(1, world_size)]
-    held = with_whole(
-        model, {
-            **zero3_trained(shapes, states, paths, {
-                name: one.copies
-                for name, one in experts.items()
-            }),
-            **(zero3_experts(experts, models, states, paths) if experts else {}),
-            **frozen_of(files, rank, models)
-        }, buffers_of(model))
+        return _Shard(kind, world_size, _flat_held(files, model, path, states, paths, experts), {}, model)
+    models = [model] + [files.model_states(rank, data_rank) for data_rank in ranks[1:]]
+    held = _zero3_held(files, rank, models, states, paths, experts)
     return _Shard(kind, world_size, held, left_out(model, held), model)
+
+
+def _flat_held(files, model, path, states, paths, experts):
+    """What ZeRO-1 or 2 cut, and what they did not."""
+    module = model.get('module') or {}
+    shapes = {name: shape for name, shape in trained_shapes(model).items() if name not in experts}
+    trained = flat_trained(shapes, states, paths)
+    _check_places(trained, module, path)
+    single, placed = single_experts(experts, files), flat_experts(experts, states, paths)
+    check_experts(placed, single, experts, path)
+    return with_whole(model, {**trained, **single, **placed}, module)
+
+
+def _zero3_held(files, rank, models, states, paths, experts):
+    """What ZeRO-3 cut, and buffers."""
+    copies = {name: one.copies for name, one in experts.items()}
+    trained = zero3_trained(trained_shapes(models[0]), states, paths, copies)
+    placed = zero3_experts(experts, models, states, paths) if experts else {}
+    return with_whole(models[0], {**trained, **placed, **frozen_of(files, rank, models)}, buffers_of(models[0]))
 
 
 def _experts(files, model, world_size, path):
@@ -140,12 +146,13 @@ def _check_places(trained, module, path):
     the module's own copy shows it."""
     for name, held in trained.items():
         if name in module and module[name].numel() == held.layout.numel:
-            master = held.buffers[min(held.buffers)].flatten()[:1]
-            whole = module[name][(0, ) * module[name].dim()].reshape(1)
-            if not torch.equal(master.to(whole.dtype).nan_to_num(), whole.nan_to_num()):
-                raise CheckpointError(f'{path}: the optimizer begins parameter {name!r} with {master.item():g}, the '
-                                      f'module with {whole.item():g}. With round_robin_gradients DeepSpeed saves '
-                                      'wrong places of parameters; train and save without it.')
+            master = held.buffers[min(held.buffers)]
+            if not begins_as(master, module[name]):
+                raise CheckpointError(
+                    f'{path}: the optimizer begins parameter {name!r} with '
+                    f'{first_of(master).item():g}, the module with {first_of(module[name]).item():g}. '
+                    'With round_robin_gradients DeepSpeed saves wrong places of parameters; train and '
+                    'save without it.')
 
 
 def _maps(shards, files):
@@ -160,7 +167,7 @@ def _maps(shards, files):
     try:
         return load_affine_maps(shards[0].maps)
     except ValueError as error:
-        raise CheckpointError(f'{files.path("model", 0, 0)}: {error}') from error
+        raise CheckpointError(f'{files.model_path(0, 0)}: {error}') from error
 
 
 def _map_of(name, maps, shards, files):

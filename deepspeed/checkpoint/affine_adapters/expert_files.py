@@ -21,6 +21,7 @@ from deepspeed.checkpoint.affine.param_map import ParamAffineMap
 from deepspeed.checkpoint.affine.partitions import zero3_partition_map
 from deepspeed.checkpoint.affine_adapters.autoep import autoep_placement_map
 from deepspeed.checkpoint.affine_adapters.held import HeldParameter
+from deepspeed.checkpoint.affine_adapters.module_states import begins_as, first_of, trained_shapes
 from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
 from deepspeed.checkpoint.affine_adapters.zero_files import flat_pieces, laid_flat, zero3_flats, zero3_places
 
@@ -62,11 +63,14 @@ def expert_weights(model, world_size, path) -> Dict[str, ExpertWeight]:
     weights = {}
     for layer in model.get(_LAYERS) or []:
         try:
-            holders = _holders(world_size, layer['ep_size'], _is_data_parallel_first(model))
+            first = (model.get('ds_config') or {}).get('use_data_before_expert_parallelism', False)
+            holders = _holders(world_size, layer['ep_size'], first)
             for name, described in layer['affine_maps']['params'].items():
                 shape = tuple(described['logical_shape'])
                 placed = autoep_placement_map(layer['expert_placement'], shape)
-                weights[name] = ExpertWeight(layer['moe_layer_id'], shape, placed, _ids(layer), holders)
+                ids = {entry['rank']: tuple(entry['experts']) for entry in layer['expert_placement']['ranks']}
+                weights[name] = ExpertWeight(layer['moe_layer_id'], shape, placed,
+                                             tuple(ids[rank] for rank in sorted(ids)), holders)
         except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
             raise CheckpointError(f'{path}: {_LAYERS} does not say where the experts are: {error!r}') from error
     return weights
@@ -98,10 +102,13 @@ def zero3_experts(weights, models, states, paths):
         for place, holders in enumerate(weight.holders):
             layout = zero3_partition_map(weight.placed.shard_shapes[place], len(holders), locations=holders)
             for rank in holders:
+                own = trained_shapes(models[rank]).get(name)
+                if own != weight.placed.shard_shapes[place]:
+                    raise CheckpointError(
+                        f'{paths[rank]}: trains experts {name!r} of shape {own}, but rank {place} of '
+                        f'their placement has {weight.placed.shard_shapes[place]}; frozen ones are '
+                        'not read from ZeRO-3.')
                 count = prod(layout.shard_shapes[rank])
-                if count and name not in places[rank]:
-                    raise CheckpointError(f'{paths[rank]}: has nothing of the experts {name!r}; frozen ones are not '
-                                          'read from ZeRO-3.')
                 number, start = places[rank].get(name, (0, 0))
                 buffers[rank] = flats[rank][number][start:start + count]
             inner[place] = layout
@@ -168,27 +175,12 @@ def check_experts(trained, single, weights, path):
             rank = min((rank for rank in holders if rank in held.buffers), default=None)
             if rank is None or not ids or not prod(weight.shape):
                 continue
-            master = held.buffers[rank].flatten()[:1]
-            own = single[name].buffers[ids[0]].flatten()[:1]
-            if not torch.equal(master.to(own.dtype).nan_to_num(), own.nan_to_num()):
+            master, own = held.buffers[rank], single[name].buffers[ids[0]]
+            if not begins_as(master, own):
                 raise CheckpointError(
-                    f'{path}: rank {rank} begins {name!r} with {master.item():g}, but expert {ids[0]} '
-                    f'begins with {own.item():g}: it has other experts than its placement says.')
-
-
-def trained_shapes(model):
-    """``{name: shape}`` of the parameters that the rank of these model states trains, in the optimizer's order."""
-    return {name: tuple(shape) for group in model.get('param_shapes') or [] for name, shape in group.items()}
-
-
-def _ids(layer):
-    return tuple(
-        tuple(entry['experts'])
-        for entry in sorted(layer['expert_placement']['ranks'], key=lambda entry: entry['rank']))
-
-
-def _is_data_parallel_first(model):
-    return (model.get('ds_config') or {}).get('use_data_before_expert_parallelism', False)
+                    f'{path}: rank {rank} begins {name!r} with {first_of(master).item():g}, but expert '
+                    f'{ids[0]} begins with {first_of(own).item():g}: it has other experts than its '
+                    'placement says.')
 
 
 def _holders(world_size, ranks, data_parallel_first):

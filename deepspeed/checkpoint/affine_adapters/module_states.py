@@ -5,13 +5,15 @@
 
 from dataclasses import replace
 
+import torch
+
 from deepspeed.checkpoint.affine_adapters.stored import whole
 from deepspeed.checkpoint.affine_adapters.zero_files import zero3_frozen
 
 
 def frozen_of(files, rank, models):
     """Frozen parameters of a module that ZeRO-3 has cut; ``models``: model states of all data-parallel ranks."""
-    paths = [files.path('model', rank, data_rank) for data_rank in range(len(models))]
+    paths = [files.model_path(rank, data_rank) for data_rank in range(len(models))]
     return zero3_frozen(models[0].get('frozen_param_shapes') or {}, models, paths)
 
 
@@ -48,3 +50,19 @@ def with_whole(model, cut, rest):
                 held[name] = whole(tensor)
     held.update({name: replace(held[first], tied_to=first) for name, first in tied.items() if first in held})
     return held
+
+
+def trained_shapes(model):
+    """``{name: shape}`` of the parameters that the rank of these model states trains, in the optimizer's order."""
+    return {name: tuple(shape) for group in model.get('param_shapes') or [] for name, shape in group.items()}
+
+
+def begins_as(master, tensor):
+    """Whether the first element of a master weight, as the module's dtype has it, is that of the module's tensor."""
+    master, own = first_of(master), first_of(tensor)
+    return torch.equal(master.to(own.dtype).nan_to_num(), own.nan_to_num())
+
+
+def first_of(tensor):
+    """The first element, without reading the others."""
+    return tensor.detach()[(0, ) * tensor.dim()].reshape(1)

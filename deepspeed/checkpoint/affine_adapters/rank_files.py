@@ -46,35 +46,41 @@ class RankFiles:
         """Whether ZeRO has cut anything: else the model states are all there is."""
         return bool(self.optim) or self.cuts_module
 
-    def load(self, kind: str, rank: int, data_rank: int) -> dict:
-        """The states of a rank, ``kind`` being 'model' or 'optim'.
+    def model_states(self, rank: int, data_rank: int) -> dict:
+        """What the module of a rank has.
 
         Raises:
             CheckpointError: a file that is missing, or does not hold what DeepSpeed saves.
         """
-        path = self.path(kind, rank, data_rank)
-        states = _dict_of(load_mapped(path), path)
-        return _dict_of(states.get('optimizer_state_dict'), path) if kind == 'optim' else states
+        path = self.model_path(rank, data_rank)
+        return _dict_of(load_mapped(path), path)
+
+    def optimizer_states(self, rank: int, data_rank: int) -> dict:
+        """What the optimizer of a rank has. Errors as for ``model_states``."""
+        path = self.optimizer_path(rank, data_rank)
+        return _dict_of(_dict_of(load_mapped(path), path).get('optimizer_state_dict'), path)
 
     def load_expert(self, layer: int, expert: int) -> dict:
-        """The weights of one expert as the module has them. Errors as for ``load``."""
+        """The weights of one expert as the module has them. Errors as for ``model_states``."""
         if (layer, expert) not in self.experts:
             raise CheckpointError(f'{self.folder}: the file of expert {expert} of layer {layer} is missing; there are '
                                   f'{listed([path.name for path in self.experts.values()])}.')
         path = self.experts[layer, expert]
         return _dict_of(load_mapped(path), path)
 
-    def path(self, kind: str, rank: int, data_rank: int) -> Path:
-        """Where those states are.
+    def model_path(self, rank: int, data_rank: int) -> Path:
+        """Where a rank's model states are; CheckpointError: nowhere."""
+        return self._found(self.model, 'model', rank, data_rank)
 
-        Raises:
-            CheckpointError: nowhere.
-        """
-        paths = self.model if kind == 'model' else self.optim
+    def optimizer_path(self, rank: int, data_rank: int) -> Path:
+        """Where a rank's optimizer states are; CheckpointError: nowhere."""
+        return self._found(self.optim, 'optim', rank, data_rank)
+
+    def _found(self, paths, what, rank, data_rank):
         if (rank, data_rank) not in paths:
             there = [path.name for path in paths.values()]
             raise CheckpointError(
-                f'{self.folder}: the {kind} states of data-parallel rank {data_rank}, tensor-parallel '
+                f'{self.folder}: the {what} states of data-parallel rank {data_rank}, tensor-parallel '
                 f"rank {rank} are missing; there are {listed(there)}. Was every rank's file copied?")
         return paths[rank, data_rank]
 

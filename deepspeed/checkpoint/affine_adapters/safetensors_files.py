@@ -25,7 +25,7 @@ INDEX = 'model.safetensors.index.json'
 # Beside files of several ranks: {'version': 1, 'params': {name: map}}, and which file is whose.
 MAPS = 'affine_maps.json'
 _METADATA = '__metadata__'
-_INDEX_BYTES = 1 << 30
+_MOST_JSON_BYTES = 1 << 30
 _NAMES = {
     torch.bool: 'BOOL',
     torch.uint8: 'U8',
@@ -163,7 +163,7 @@ def read_json(path):
     """
     check_regular(path)
     try:
-        if path.stat().st_size > _INDEX_BYTES:
+        if path.stat().st_size > _MOST_JSON_BYTES:
             raise CheckpointError(f'{path}: has {path.stat().st_size} bytes; expected at most 1 GiB.')
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

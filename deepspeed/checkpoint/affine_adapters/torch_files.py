@@ -37,6 +37,8 @@ def load_mapped(path):
             return torch.load(path, map_location='cpu', mmap=True, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f'{path}: there is no such file.') from None
+    except OSError as error:
+        raise CheckpointError(f'{path}: {error.strerror or error}') from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(f'{path}: holds what no checkpoint of DeepSpeed holds, and loading it might run code of '
                               f'the file: {_gist(error)}') from error
@@ -69,7 +71,8 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def _only(classes):
-    """Let torch make these classes besides plain values, and nothing that the program has allowed elsewhere."""
+    """Let torch make these classes besides plain values, and nothing that the program has allowed elsewhere. Other
+    threads that call ``torch.load`` meanwhile have the same list."""
     with _LOCK:
         before = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()

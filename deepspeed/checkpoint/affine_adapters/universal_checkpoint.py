@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.affine_adapters.expert_files import trained_shapes
-from deepspeed.checkpoint.affine_adapters.module_states import buffers_of, frozen_of, left_out, with_whole
+from deepspeed.checkpoint.affine_adapters.module_states import (buffers_of, frozen_of, left_out, trained_shapes,
+                                                                with_whole)
 from deepspeed.checkpoint.affine_adapters.rank_files import rank_files
 from deepspeed.checkpoint.affine_adapters.stored import Checkpoint, CheckpointError, whole
 from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
@@ -51,7 +51,7 @@ def universal_checkpoint(folder):
 
 def _with_model_states(files, trained):
     """Add what is not trained, from the model states that the converter copied."""
-    model = files.load('model', 0, 0)
+    model = files.model_states(0, 0)
     shapes = trained_shapes(model)
     alone = files.tensor_parallel == 1
     cut = {
@@ -61,7 +61,7 @@ def _with_model_states(files, trained):
     }
     rest = buffers_of(model)
     if alone and files.cuts_module:
-        cut.update(frozen_of(files, 0, [files.load('model', 0, rank) for rank in range(len(files.model))]))
+        cut.update(frozen_of(files, 0, [files.model_states(0, rank) for rank in range(len(files.model))]))
     elif alone:
         rest = model.get('module') or {}
     held = with_whole(model, cut, rest)

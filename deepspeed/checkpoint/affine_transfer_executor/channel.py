@@ -186,36 +186,44 @@ class Channel:
         Raises:
             WaitFailed: one broke, or did not end in time.
         """
-        waiting = list(operations)
-        # A closure would outlive forget_locals: frames keep their functions, and these their cells.
-        question = self._helper.ask(partial(self._wait_for_each, waiting, deadline))
-        while not question.answered(WATCH_EVERY):
-            if self.board.broken() is not None:
-                # gloo tells a process whose peer has hung up at once, but now and then it forgets an operation that
-                # was just under way (seen a few times in a thousand breaks).
-                self.hang_up()
-                if not question.answered(WATCH_EVERY):
-                    raise WaitFailed(next(iter(waiting), operations[-1]), 'the group broke elsewhere')
-        question.answer()
         if self.device.type != 'cpu':
             for pending in operations:
-                # Orders the stream that is current in this thread.
-                pending.work.wait()
+                self._poll(pending, deadline)
+            return
+        waiting = list(operations)
+        # A closure would outlive forget_locals: frames keep their functions, and these their cells.
+        question = self._helper.ask(partial(_wait_for_each, waiting, deadline))
+        try:
+            while not question.answered(WATCH_EVERY):
+                if self.board.broken() is not None:
+                    # gloo tells a process whose peer has hung up at once, but now and then it forgets an operation
+                    # that was just under way (seen a few times in a thousand breaks).
+                    self.hang_up()
+                    if not question.answered(WATCH_EVERY):
+                        raise WaitFailed(next(iter(waiting), operations[-1]), 'the group broke elsewhere')
+        except KeyboardInterrupt:
+            # A thread that is left behind may abort a process that ends meanwhile.
+            self.hang_up()
+            question.answered(WATCH_EVERY)
+            raise
+        question.answer()
 
-    def _wait_for_each(self, waiting: List[Pending], deadline: float) -> None:
-        """Take operations off the list as they end."""
-        while waiting:
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                if self.device.type == 'cpu':
-                    finished = waiting[0].work.wait(timedelta(seconds=left))
-                else:
-                    finished = _poll(waiting[0].work, deadline)
-            except RuntimeError as error:
-                raise WaitFailed(waiting[0], str(error)) from error
-            if finished is False:
-                raise WaitFailed(waiting[0], f'nothing came in {left:.1f} seconds')
-            del waiting[0]
+    def _poll(self, pending: Pending, deadline: float) -> None:
+        """On accelerators ``wait`` only orders streams and would never return an error, so the host looks itself."""
+        began = looked = time.monotonic()
+        while not pending.work.is_completed():
+            now = time.monotonic()
+            if now > deadline:
+                raise WaitFailed(pending, f'nothing came in {now - began:.1f} seconds')
+            if now - looked > WATCH_EVERY:
+                looked = now
+                if self.board.broken() is not None:
+                    raise WaitFailed(pending, 'the group broke elsewhere')
+            time.sleep(0.0002)
+        # Work that failed is completed too.
+        if pending.work.exception() is not None:
+            raise WaitFailed(pending, str(pending.work.exception()))
+        pending.work.wait()
 
     def leave(self, what: str, report: str) -> TransferBrokenError:
         """End the group: note why on the board, hang up, and make the error to raise.
@@ -302,14 +310,14 @@ def _message_device(backend) -> torch.device:
     return torch.device(kind, getattr(torch, kind).current_device())
 
 
-def _poll(work, deadline: float) -> bool:
-    """Whether the work ended in time. On accelerators ``wait`` only orders streams and would never return an
-    error, so the host looks itself."""
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.0002)
-    # Work that failed is completed too.
-    if work.exception() is not None:
-        raise RuntimeError(str(work.exception()))
-    return True
+def _wait_for_each(waiting: List[Pending], deadline: float) -> None:
+    """Take operations off the list as they end."""
+    while waiting:
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            finished = waiting[0].work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            raise WaitFailed(waiting[0], str(error)) from error
+        if finished is False:
+            raise WaitFailed(waiting[0], f'nothing came in {left:.1f} seconds')
+        del waiting[0]

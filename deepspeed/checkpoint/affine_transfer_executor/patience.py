@@ -43,7 +43,8 @@ class Question:
         """Make the call, in the thread that has the time."""
         try:
             self._answers.put((self._call(), None))
-        except Exception as error:
+        except BaseException as error:
+            # Of any kind: it is the asking thread's to deal with.
             self._answers.put((None, error))
 
     def answered(self, seconds: float) -> bool:

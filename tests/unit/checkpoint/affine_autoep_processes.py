@@ -18,10 +18,10 @@ OTHERS = [
 ]
 
 
-def train(rank, world_size, ep_size, stage, folder, save):
+def train(rank, world_size, ep_size, stage, folder, save, settings=None):
     """Train and save after SAVE_AT steps: the losses of all steps, and this rank's experts and the other parameters
     when it saved."""
-    engine = _engine(ep_size, stage)
+    engine = _engine(ep_size, stage, settings=settings)
     losses = []
     for step in range(STOP):
         losses.append(_take_step(engine, step, rank))
@@ -92,7 +92,7 @@ def _refusals(engine):
     return messages
 
 
-def _engine(ep_size, stage, load_universal=False):
+def _engine(ep_size, stage, load_universal=False, settings=None):
     import deepspeed
     model = MoeDecoder()
     config = {
@@ -116,6 +116,7 @@ def _engine(ep_size, stage, load_universal=False):
         "checkpoint": {
             "load_universal": load_universal
         },
+        **(settings or {}),
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine

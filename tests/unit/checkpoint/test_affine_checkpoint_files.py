@@ -1007,6 +1007,41 @@ def test_a_configuration_of_another_model_is_refused(tmp_path, capsys):
     assert "'lm_head.weight' has shape (34, 16), but" in error and "where it has (35, 16)" in error
 
 
+def decoder(tmp_path, **more):
+    """A folder with a small decoder's parameters and some more, its configuration, and what is in it."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 34
+    }
+    parts = server_layout(DecoderModel.from_config(config), 2).parts
+    content = {name: torch.randn(part.target_map.logical_shape) for name, part in parts.items()}
+    folder = save_engine(tmp_path / "model", {"module": content | more})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, content
+
+
+@pytest.mark.parametrize("options", [[], ["--fused"]])
+def test_parameters_that_the_configuration_does_not_know_are_said_to_be_left_out(options, tmp_path, capsys):
+    folder, content = decoder(tmp_path, extra=torch.ones(3))
+    code, said, _ = run(capsys, "reshard", folder, tmp_path / "out", "--to", "tp-2", *options)
+    assert code == 0 and "left out: extra: a model of " in said
+    assert set(open_checkpoint(tmp_path / "out").parameters) == set(content)
+
+
+def test_a_head_that_is_tied_here_is_written_where_the_configuration_has_its_own(tmp_path):
+    folder, content = decoder(tmp_path)
+    content["lm_head.weight"] = content["model.embed_tokens.weight"]
+    torch.save({"module": content}, folder / MODEL_STATES)
+    assert open_checkpoint(folder).parameters["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+    assert main(["reshard", str(folder), str(tmp_path / "out"), "--to", "tp-2", "--quiet"]) == 0
+    assert main(["verify", str(folder), str(tmp_path / "out")]) == 0
+    assert set(open_checkpoint(tmp_path / "out").parameters) == set(content)
+
+
 @pytest.mark.parametrize("dtype, code", [("bfloat16", 0), ("float32", 1), (None, 1)])
 def test_verify_compares_as_stored(dtype, code, tmp_path, capsys):
     content = {"w": torch.randn(40, 30), "steps": torch.arange(5)}
@@ -1327,7 +1362,7 @@ def run_program(folder, *arguments, path=()):
                           env=dict(os.environ, PYTHONPATH=search),
                           capture_output=True,
                           text=True,
-                          timeout=60)
+                          timeout=250)
 
 
 def test_doctor_says_what_is_in_use(tmp_path):

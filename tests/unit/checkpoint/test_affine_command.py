@@ -193,7 +193,7 @@ def test_lint_says_what_it_cannot_read(capsys, tmp_path, content):
 
 def test_who_stops_reading_is_no_error(table):
     command = f"{sys.executable} -m ds_affine plan zero3-64:{table} rows-2 --json | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=250)
     assert done.stdout == "{\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
@@ -227,7 +227,7 @@ def ran(command, tmp_path, **variables):
                           },
                           capture_output=True,
                           text=True,
-                          timeout=120)
+                          timeout=250)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
@@ -255,14 +255,10 @@ def test_names_that_the_terminal_does_not_know_are_printed(tmp_path):
 
 
 def test_an_interrupt_ends_without_a_traceback(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    # It waits for somebody to write, until somebody loses patience.
     program = (
-        "import threading, signal, sys; from unittest.mock import patch; import ds_affine.lint_command as lint; "
-        "import ds_affine.cli as cli; lint.read_json = lambda path: open(path).read(); "
-        "threading.Timer(1, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start(); "
-        "sys.exit(cli.main(['lint', 'pipe']))")
-    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        "import signal, sys; import ds_affine.lint_command as lint; import ds_affine.cli as cli; "
+        "lint.read_json = lambda path: signal.raise_signal(signal.SIGINT); sys.exit(cli.main(['lint', 'file']))")
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 130 and ended.stderr == ""
 
 

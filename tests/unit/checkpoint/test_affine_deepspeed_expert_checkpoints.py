@@ -18,7 +18,16 @@ from test_affine_deepspeed_checkpoints import put_together, read_files
 
 WORLD_SIZE, EP_SIZE = 4, 2
 # ZeRO-1 with as many ranks for experts as for all else has one copy of each expert.
-RUNS = {"stage0": (0, 2), "stage1": (1, 2), "stage1_one_copy": (1, 4), "stage2": (2, 2), "stage3": (3, 2)}
+# The last one has ranks of the same experts beside each other, where the others have them apart.
+RUNS = {
+    "stage0": (0, 2),
+    "stage1": (1, 2),
+    "stage1_one_copy": (1, 4),
+    "stage2": (2, 2),
+    "stage3": (3, 2),
+    "stage2_beside": (2, 2),
+    "stage3_beside": (3, 2)
+}
 UNIVERSAL = {"stage1_universal": "stage1", "stage3_universal": "stage3"}
 
 
@@ -33,12 +42,12 @@ def saved(folder):
     values = {}
     with RankHost() as host:
         for name, (stage, ep_size) in RUNS.items():
-            answers = host.run(WORLD_SIZE, ranks.train, ep_size, stage, folder, name)
-            # The first ranks are one expert-parallel group, in order.
-            experts = {
-                expert: torch.cat([answer["experts"][expert] for answer in answers[:ep_size]])
-                for expert in ranks.NAMES
-            }
+            beside = name.endswith("beside")
+            answers = host.run(WORLD_SIZE, ranks.train, ep_size, stage, folder, name,
+                               {"use_data_before_expert_parallelism": True} if beside else {})
+            # One expert-parallel group, in order.
+            group = answers[::WORLD_SIZE // ep_size] if beside else answers[:ep_size]
+            experts = {expert: torch.cat([answer["experts"][expert] for answer in group]) for expert in ranks.NAMES}
             values[name] = {**answers[0]["others"], **experts}
         for source in UNIVERSAL.values():
             host.run(1, convert, folder, source, {})
@@ -59,6 +68,7 @@ def test_experts_are_written_whole(saved, folder, name, capsys):
     one = folder / f"hf_{name}"
     assert main(["reshard", str(folder / name), str(one), "--to", "hf", "--quiet"]) == 0
     found = read_files(one)
+    assert {key for key in found if ".mlp.gate." not in key} == set(saved[name])
     assert all(torch.equal(found[key], value) for key, value in saved[name].items())
     assert main(["verify", str(folder / name), str(one)]) == 0
     assert f"{len(found)} parameters" in capsys.readouterr().out

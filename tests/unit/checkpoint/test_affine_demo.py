@@ -183,7 +183,7 @@ def test_command_says_where_another_deepspeed_hides_the_packages(tmp_path):
                           capture_output=True,
                           text=True,
                           timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"takes `deepspeed` from {hiding}" in done.stderr
     assert "Install the wheels of both into one site directory." in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """The page of `ds_affine explain --html`, as far as it can be told without a browser."""
 
+import html
 import json
 import re
 from math import prod
@@ -95,7 +96,7 @@ def test_numbers_are_those_of_the_plan(tmp_path, capsys):
 def test_a_name_is_only_a_name(tmp_path, name):
     _, text = written(tmp_path, {name: (4, 4)}, "zero3-2", "rows-2", name)
     assert text.count("<script") == 2 and "alert(1)</script>" not in text
-    assert data_of(text)["grids"][0]["rows"] == 4
+    assert data_of(text)["grids"][0]["rows"] == 4 and f"<h1>{html.escape(name)}</h1>" in text
 
 
 def test_the_page_loads_nothing(tmp_path):
