@@ -105,3 +105,20 @@ def test_both_colour_schemes(opened, scheme):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
+
+
+def test_colours_and_axes_are_told(opened):
+    browser, facts, ranks, _ = opened
+    entries = {
+        figure: [entry.text for entry in browser.find_elements(By.CSS_SELECTOR, f"#{figure}-key li")]
+        for figure in ("source", "traffic")
+    }
+    told = range(ranks) if ranks <= 24 else (0, ranks - 1)
+    assert entries["source"] == [f"location {location}" for location in told]
+    processes = [{link[end] for link in facts["links"]} for end in (0, 1)]
+    assert entries["traffic"][0] == f"rows, from the top: from process {min(processes[0])} to {max(processes[0])}"
+    assert entries["traffic"][1] == f"columns: to process {min(processes[1])} to {max(processes[1])}"
+    if len(facts["links"]) < 256:
+        assert entries["traffic"][2] == f"{facts['links'][0][2]:,} bytes"
+    swatch = browser.find_element(By.CSS_SELECTOR, "#source-key i")
+    assert swatch.value_of_css_property("background-color") not in ("", "rgba(0, 0, 0, 0)")
