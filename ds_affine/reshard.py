@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from deepspeed.checkpoint.affine_adapters.safetensors_files import INDEX, MAPS, new_file
@@ -19,6 +20,8 @@ from deepspeed.checkpoint.affine_transfer import ParameterTransfer, TransferEndp
 from deepspeed.checkpoint.affine_transfer_executor import apply_plan
 from ds_affine.mapped import Residents
 
+# Seconds between beginnings to write to disk.
+SYNC_EVERY = 0.2
 # What is written has no other names.
 _OUTPUT = re.compile(r'model(-tp)?(-\d{5}-of-\d{5})?\.safetensors|' + '|'.join(map(re.escape, (INDEX, MAPS))))
 
@@ -63,7 +66,7 @@ def write(parameters, layout, destination, *, workers=1, memory=None, progress=N
             made = files.enter_context(new_file(folder / file.name, file.tensors))
             tensors.update({(file.location, name): tensor for name, tensor in made.items()})
         done, residents = 0, Residents(memory)
-        with ThreadPoolExecutor(workers) as pool:
+        with _synced_meanwhile([folder / file.name for file in layout.files]), ThreadPoolExecutor(workers) as pool:
 
             def copy(name):
                 shards = _copy(name, parameters, plan, layout.places[name], tensors)
@@ -97,6 +100,27 @@ def _copy(name, parameters, plan, place, tensors):
     dtype = next(iter(shards.values())).dtype
     apply_plan(plan[name], parameters[name].buffers, shards, target_dtype=dtype, name=name)
     return list(shards.values())
+
+
+@contextmanager
+def _synced_meanwhile(paths):
+    """Bring files to disk while they are filled, so that little is left to do when they are full."""
+    over = threading.Event()
+
+    def sync():
+        while not over.wait(SYNC_EVERY):
+            for path in paths:
+                # Whoever syncs the whole file at the end is told of the same errors.
+                with suppress(OSError), open(path, 'rb') as file:
+                    os.fsync(file.fileno())
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _write_json(path, content):

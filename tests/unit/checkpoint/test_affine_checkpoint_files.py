@@ -13,6 +13,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,6 +34,7 @@ from deepspeed.checkpoint.affine_adapters.safetensors_files import new_file
 from deepspeed.checkpoint.affine_adapters.server import DecoderModel, server_layout
 from deepspeed.checkpoint.affine_adapters.stored import CheckpointError
 from deepspeed.checkpoint.affine_adapters.torch_files import load_mapped
+from ds_affine import reshard as reshard_module
 from ds_affine.cli import main
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -1180,6 +1182,24 @@ def test_a_run_that_fails_leaves_nothing(source, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         processes.reshard(source, tmp_path / "out", progress=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_files_are_brought_to_disk_while_they_are_filled(source, tmp_path, monkeypatch):
+    """And one whose disk fails meanwhile is told of it in the end."""
+    synced, sync = threading.Event(), os.fsync
+
+    def heard(number):
+        if threading.current_thread() is not threading.main_thread():
+            synced.set()
+            raise OSError("not now")
+        sync(number)
+
+    monkeypatch.setattr(reshard_module, "SYNC_EVERY", 0.001)
+    monkeypatch.setattr(os, "fsync", heard)
+    waited = []
+    processes.reshard(source, tmp_path / "out", progress=lambda *_: waited.append(synced.wait(60)))
+    assert waited == [True] * len(tensors())
+    assert_same(read_files(tmp_path / "out"), tensors())
 
 
 def test_progress_ends_with_all_bytes(source, tmp_path):
