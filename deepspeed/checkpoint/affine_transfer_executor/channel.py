@@ -188,7 +188,10 @@ class Channel:
         """
         if self.device.type != 'cpu':
             for pending in operations:
-                self._poll(pending, deadline)
+                try:
+                    self._poll(pending, deadline)
+                except RuntimeError as error:
+                    raise WaitFailed(pending, str(error)) from error
             return
         waiting = list(operations)
         # A closure would outlive forget_locals: frames keep their functions, and these their cells.
@@ -222,7 +225,7 @@ class Channel:
             time.sleep(0.0002)
         # Work that failed is completed too.
         if pending.work.exception() is not None:
-            raise WaitFailed(pending, str(pending.work.exception()))
+            raise RuntimeError(str(pending.work.exception()))
         pending.work.wait()
 
     def leave(self, what: str, report: str) -> TransferBrokenError:

@@ -32,20 +32,15 @@ def checked_timeout(value) -> float:
 
 
 class Question:
-    """A call that is made elsewhere, and whose end one may wait for."""
+    """A call that is made elsewhere, and whose end one may wait for.
 
-    def __init__(self, call: Callable[[], Any]):
-        self._call = call
-        self._answers: Any = queue.SimpleQueue()
+    Args:
+        answers: a queue that gets what the call returned and what it raised, one of them None.
+    """
+
+    def __init__(self, answers: Any):
+        self._answers = answers
         self._answer: Optional[Tuple[Any, Any]] = None
-
-    def put(self) -> None:
-        """Make the call, in the thread that has the time."""
-        try:
-            self._answers.put((self._call(), None))
-        except BaseException as error:
-            # Of any kind: it is the asking thread's to deal with.
-            self._answers.put((None, error))
 
     def answered(self, seconds: float) -> bool:
         """Whether there is an answer within so many seconds. Ctrl-C ends the waiting."""
@@ -76,9 +71,9 @@ class Helper:
 
     def ask(self, call: Callable[[], Any]) -> Question:
         """A question whose answer ``call`` gives, after those that were asked before."""
-        question = Question(call)
-        self._questions.put(question)
-        return question
+        answers: Any = queue.SimpleQueue()
+        self._questions.put((call, answers))
+        return Question(answers)
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -99,6 +94,16 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 def _answer_all(questions: Any) -> None:
     while (question := questions.get()) is not None:
-        question.put()
-        # Not to keep what it was about.
-        del question
+        call, answers = question
+        answered = [_answer(call)]
+        # Whoever hears the answer may want what the call was about to be free, such as a port: nothing is kept here.
+        del question, call
+        answers.put(answered.pop())
+
+
+def _answer(call: Callable[[], Any]) -> Tuple[Any, Any]:
+    try:
+        return call(), None
+    except BaseException as error:
+        # Of any kind: it is the asking thread's to deal with.
+        return None, error
