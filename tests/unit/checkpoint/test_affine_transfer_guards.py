@@ -246,7 +246,8 @@ def joined_again(world, port):
         except TransferBrokenError as error:
             # Whoever keeps the error does not keep the address.
             errors.append(error)
-            world.store('again').set('now', '')
+            # Until process 0 has left, the others would meet its old store there, and lose it.
+            world.store('again').set('now', '') if rank == 0 else world.store('again').wait(['now'])
     return len(errors), targets
 
 
