@@ -92,27 +92,30 @@ def zero3_experts(weights, models, states, paths):
     _check_stated(weights, models, paths)
     flats = zero3_flats(states, paths)
     copies = {name: weight.copies for name, weight in weights.items()}
+    shapes = [trained_shapes(model) for model in models]
     places = [
-        zero3_places(trained_shapes(model), copies, [len(flat) for flat in flats[rank]], len(states), paths[rank])
-        for rank, model in enumerate(models)
+        zero3_places(own, copies, [len(flat) for flat in flats[rank]], len(states), paths[rank])
+        for rank, own in enumerate(shapes)
     ]
-    held = {}
+    # Layers mostly have equal placements.
+    held, layouts = {}, {}
     for name, weight in weights.items():
         inner, buffers = {}, {}
         for place, holders in enumerate(weight.holders):
             layout = zero3_partition_map(weight.placed.shard_shapes[place], len(holders), locations=holders)
             for rank in holders:
-                own = trained_shapes(models[rank]).get(name)
-                if own != weight.placed.shard_shapes[place]:
+                own, needed = shapes[rank].get(name), weight.placed.shard_shapes[place]
+                if own != needed:
                     raise CheckpointError(
                         f'{paths[rank]}: trains experts {name!r} of shape {own}, but rank {place} of '
-                        f'their placement has {weight.placed.shard_shapes[place]}; frozen ones are '
-                        'not read from ZeRO-3.')
+                        f'their placement has {needed}; frozen ones are not read from ZeRO-3.')
                 count = prod(layout.shard_shapes[rank])
                 number, start = places[rank].get(name, (0, 0))
                 buffers[rank] = flats[rank][number][start:start + count]
             inner[place] = layout
-        held[name] = HeldParameter(compose(weight.placed, inner), buffers, buffers[weight.holders[0][0]].dtype)
+        if weight.placed not in layouts:
+            layouts[weight.placed] = compose(weight.placed, inner)
+        held[name] = HeldParameter(layouts[weight.placed], buffers, buffers[weight.holders[0][0]].dtype)
     return held
 
 
@@ -124,9 +127,9 @@ def flat_experts(weights, states, paths):
         if name not in pieces:
             # Frozen.
             continue
-        inner, buffers = {}, {}
+        inner, buffers, by_rank = {}, {}, dict(pieces[name])
         for place, holders in enumerate(weight.holders):
-            parts = [(rank, part) for rank in holders for holder, part in pieces[name] if holder == rank]
+            parts = [(rank, by_rank[rank]) for rank in holders if rank in by_rank]
             one = laid_flat(name, weight.placed.shard_shapes[place], parts, paths)
             inner[place] = one.layout
             buffers.update(one.buffers)
@@ -198,10 +201,8 @@ def _check_stated(weights, models, paths):
         for layer in model.get(_LAYERS) or []:
             place, copy = layer.get('ep_rank'), layer.get('expert_data_parallel_rank')
             holders = numbers[layer.get('moe_layer_id')].holders
-            if not (type(place) is int and type(copy) is int and
-                    (place, copy) in {(p, c)
-                                      for p, ranks in enumerate(holders)
-                                      for c, one in enumerate(ranks) if one == rank}):
+            if not (type(place) is int and 0 <= place < len(holders) and type(copy) is int
+                    and 0 <= copy < len(holders[place]) and holders[place][copy] == rank):
                 raise CheckpointError(
                     f'{paths[rank]}: says that it is rank {shown(place)} of the experts, copy {shown(copy)}; '
                     f'expected one of {listed(holders)} to have {rank} there.')

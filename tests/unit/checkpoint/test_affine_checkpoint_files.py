@@ -990,25 +990,6 @@ def test_options_that_would_do_nothing_are_refused(options, words, tmp_path, cap
     assert (code, said) == (2, "") and words in error and not (tmp_path / "out").exists()
 
 
-def test_a_configuration_of_another_model_is_refused(tmp_path, capsys):
-    config = {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 35
-    }
-    parts = server_layout(DecoderModel.from_config(config), 2).parts
-    content = {name: torch.ones(part.target_map.logical_shape) for name, part in parts.items()}
-    content["lm_head.weight"] = torch.ones(34, 16)
-    source = save_folder(tmp_path / "source", model=content)
-    (source / "config.json").write_text(json.dumps(config))
-    code, said, error = run(capsys, "reshard", source, tmp_path / "out", "--dry-run", "--to", "tp-2")
-    assert (code, said) == (2, "")
-    assert "'lm_head.weight' has shape (34, 16), but" in error and "where it has (35, 16)" in error
-
-
 def decoder(tmp_path, **more):
     """A folder with a small decoder's parameters and some more, its configuration, and what is in it."""
     config = {
@@ -1024,6 +1005,14 @@ def decoder(tmp_path, **more):
     folder = save_engine(tmp_path / "model", {"module": content | more})
     (folder / "config.json").write_text(json.dumps(config))
     return folder, content
+
+
+def test_a_configuration_of_another_model_is_refused(tmp_path, capsys):
+    folder, content = decoder(tmp_path)
+    torch.save({"module": content | {"lm_head.weight": torch.ones(33, 16)}}, folder / MODEL_STATES)
+    code, said, error = run(capsys, "reshard", folder, tmp_path / "out", "--dry-run", "--to", "tp-2")
+    assert (code, said) == (2, "")
+    assert "'lm_head.weight' has shape (33, 16), but" in error and "where it has (34, 16)" in error
 
 
 @pytest.mark.parametrize("options", [[], ["--fused"]])

@@ -106,24 +106,30 @@ def test_a_missing_expert_is_named(saved, folder, tmp_path, name):
         open_checkpoint(tmp_path / "short")
 
 
-def test_a_placement_that_contradicts_itself_is_refused(saved, folder, tmp_path):
-    shutil.copytree(folder / "stage2", tmp_path / "odd")
-    path = tmp_path / "odd" / "mp_rank_00_model_states.pt"
+def with_other_states(source, destination, change):
+    """A copy of a checkpoint, whose model states ``change`` has altered."""
+    shutil.copytree(source, destination)
+    path = destination / "mp_rank_00_model_states.pt"
     states = torch.load(path, weights_only=False)
-    states["ds_autoep_layers"][1]["expert_placement"]["ranks"][0]["experts"] = [0, 7]
+    change(states)
     torch.save(states, path)
+    return destination
+
+
+def test_a_placement_that_contradicts_itself_is_refused(saved, folder, tmp_path):
+
+    def place_elsewhere(states):
+        states["ds_autoep_layers"][1]["expert_placement"]["ranks"][0]["experts"] = [0, 7]
+
+    odd = with_other_states(folder / "stage2", tmp_path / "odd", place_elsewhere)
     with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt: ds_autoep_layers does not say"):
-        open_checkpoint(tmp_path / "odd")
+        open_checkpoint(odd)
 
 
 def test_experts_that_autoep_has_not_placed_are_refused(saved, folder, tmp_path):
-    shutil.copytree(folder / "stage2", tmp_path / "odd")
-    path = tmp_path / "odd" / "mp_rank_00_model_states.pt"
-    states = torch.load(path, weights_only=False)
-    del states["ds_autoep_layers"]
-    torch.save(states, path)
+    odd = with_other_states(folder / "stage2", tmp_path / "odd", lambda states: states.pop("ds_autoep_layers"))
     # The model states say that there are experts, even where their files were not copied.
-    for expert in (tmp_path / "odd").glob("layer_*"):
+    for expert in odd.glob("layer_*"):
         expert.unlink()
     with pytest.raises(CheckpointError, match="experts that AutoEP has not placed.*ds_to_universal"):
-        open_checkpoint(tmp_path / "odd")
+        open_checkpoint(odd)
